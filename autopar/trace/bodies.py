@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import ast
 import dis
+import itertools
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import CodeType
 from typing import Any, TypeVar
 
+from autopar.trace.assigned import BLOCKS, Seen, left_behind, seen_outside, stored_in
 from autopar.trace.effects import effect_in
 from autopar.trace.reading import tree_of
 
@@ -20,9 +22,9 @@ NOTHING = frozenset[str]()
 SEVERAL = (  # what may ask more than once, or not at all
     ast.BoolOp, ast.IfExp, ast.NamedExpr, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda,
 )  # fmt: skip
-LATER = (ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.GeneratorExp)
 READS_ALL = ("locals", "vars", "eval", "exec")
-BLOCKS = ("body", "orelse", "finalbody", "handlers")
+ROOTS = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Subscript, ast.Compare)  # what gives something new, if they do
+VALUE = ".value"  # a name that nobody has
 OF_A_FRAME = (ast.Continue, ast.Break, ast.Return, ast.Yield, ast.YieldFrom, ast.Await)
 ASKS_MORE = "its condition asks several things"
 NO_IF = "no if asks it"
@@ -33,10 +35,12 @@ OF_SOME = {(ast.Gt, 0): True, (ast.GtE, 1): True, (ast.NotEq, 0): True, (ast.Eq,
 
 @dataclass(frozen=True)
 class Body:
-    """Where a branch stands in its file (line, column), its `if` in that `line`, and the answer that leads there.
+    """Where a branch stands in its file (line, column), and the answer that leads there.
     `bases`: what it writes to; `goes_over`: what loops in it go over; `assigned`: names that it assigns and others
     read, or that are what they were where it is not taken; `other`: statements of its else, and `of_other` the names
-    that these assign; `is_joint`: its condition asks something else, too, `is_last` ahead of this.
+    that these assign; `is_joint`: its condition asks something else, too, `is_last` ahead of this. `gives`: where its
+    code computes what is chosen in the place of `VALUE`; `is_rest`: the function returns elsewhere, too. Its `if`
+    stands in that `line`, and what is behind it behind the line `until`.
     """
 
     first: tuple[int, int]
@@ -45,11 +49,14 @@ class Body:
     bases: tuple[ast.expr, ...] = field(compare=False)
     goes_over: tuple[ast.expr, ...] = field(compare=False)
     line: int = 0
+    until: int = 0
     assigned: frozenset[str] = NOTHING
     other: tuple[ast.stmt, ...] = field(default=(), compare=False)
     of_other: frozenset[str] = NOTHING
     is_joint: bool = False
     is_last: bool = True
+    gives: frozenset[int] = frozenset()
+    is_rest: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -62,8 +69,11 @@ def body_of(code: CodeType, at: int) -> Body | str:
         return NO_SOURCE
     for around, block, branch in _statements(function, ast.If):
         if _holds(branch.test, place):
-            return _of(branch, around, block, function, (opname, place))
-    return NO_IF
+            return _of(branch, around, block, function, code, (opname, place))
+    choices = [one for one in ast.walk(function) if isinstance(one, ast.IfExp) and _holds(one.test, place)]
+    if not choices:
+        return NO_IF
+    return _of_choice(max(choices, key=lambda one: (one.lineno, one.col_offset)), function, code, (opname, place))
 
 
 @lru_cache(maxsize=1024)
@@ -76,7 +86,9 @@ def turn_of(code: CodeType, at: int) -> Body | str:
         if any(isinstance(part, SEVERAL) for part in ast.walk(loop.iter)):
             continue
         if place in ((loop.lineno, loop.col_offset), (loop.iter.lineno, loop.iter.col_offset)):
-            return _body(loop.body, [], function, is_turn=True, known={name.id for name in _stored([loop.target])})
+            return _body(
+                loop.body, [], function, ends={ast.Continue}, known={name.id for name in stored_in([loop.target])}
+            )
     return "no for goes over them alone"
 
 
@@ -128,6 +140,8 @@ def _wanted(test: ast.expr, asks: tuple[str, tuple[int, int]], truth: bool) -> b
             return _wanted(operand, asks, not truth)
         case ast.BoolOp(op, values) if isinstance(op, ast.And) == truth:
             return next((_wanted(value, asks, truth) for value in values if _holds(value, place)), None)
+        case ast.BoolOp(values=[*_, last]) if _holds(last, place):  # of which all others say nothing
+            return _wanted(last, asks, truth)
         case _:
             pass
     if any(
@@ -147,79 +161,184 @@ def _wanted(test: ast.expr, asks: tuple[str, tuple[int, int]], truth: bool) -> b
 
 
 def _of(
-    branch: ast.If, around: ast.AST, block: list[ast.stmt], function: ast.FunctionDef, asks: tuple[str, tuple[int, int]]
+    branch: ast.If,
+    around: ast.AST,
+    block: list[ast.stmt],
+    function: ast.FunctionDef,
+    code: CodeType,
+    asks: tuple[str, tuple[int, int]],
 ) -> Body | str:
     other = [] if all(isinstance(one, ast.Pass) for one in branch.orelse) else branch.orelse
     behind = block[block.index(branch) + 1 :]
-    is_turn, truth = False, True
     match branch.body:
         case [ast.Continue()] if isinstance(around, (ast.For, ast.While)):
-            inside, truth, is_turn = behind, False, True
-        case [ast.Return(value) as ends] if around is function and (
-            value is None or isinstance(value, (ast.Name, ast.Constant))
-        ):
-            last = behind[-1] if behind else None
-            is_same = ast.dump(last) == ast.dump(ends) if isinstance(last, ast.Return) else value is None
-            if not is_same:
-                return "it returns something else than the function does at its end"
-            inside, truth = behind[:-1] if isinstance(last, ast.Return) else behind, False
+            inside, truth, ends = behind, False, {ast.Continue}
+        case [*ahead, ast.Return(value)] if around is function and not other:
+            return _rest(branch, ahead, value, behind, function, code, asks)
         case _:
-            inside = branch.body
+            inside, truth, ends = branch.body, True, set[type]()
     wanted = _wanted(branch.test, asks, truth)
     if wanted is None:
         return ASKS_MORE
     if other and (not truth or any(isinstance(part, OF_A_FRAME) for one in other for part in ast.walk(one))):
         return "it has an else that ends something"
-    body = _body(inside, other, function, wanted, is_turn=is_turn)
-    joint = [part for part in ast.walk(branch.test) if isinstance(part, ast.BoolOp)]
+    body = _body(inside, other, function, wanted, ends=ends)
+    return body if isinstance(body, str) else _asked_in(body, branch.test, branch.lineno, asks)
+
+
+def _asked_in(body: Body, test: ast.expr, line: int, asks: tuple[str, tuple[int, int]]) -> Body:
+    joint = [part for part in ast.walk(test) if isinstance(part, ast.BoolOp)]
+    is_last = all(not _holds(value, asks[1]) for part in joint for value in part.values[:-1])
+    return replace(body, line=line, is_joint=bool(joint), is_last=is_last)
+
+
+def _rest(
+    branch: ast.If,
+    ahead: list[ast.stmt],
+    value: ast.expr | None,
+    behind: list[ast.stmt],
+    function: ast.FunctionDef,
+    code: CodeType,
+    asks: tuple[str, tuple[int, int]],
+) -> Body | str:
+    """The rest of a function, of which a branch returns another `value` behind statements `ahead` of that."""
+    wanted = _wanted(branch.test, asks, False)
+    if wanted is None:
+        return ASKS_MORE
+    last = behind[-1] if behind and isinstance(behind[-1], ast.Return) else None
+    inside, given = (behind[:-1], last.value) if isinstance(last, ast.Return) else (behind, None)
+    pairs, gives = list[tuple[ast.expr, ast.expr]](), frozenset[int]()
+    match given, value:
+        case (None, None) | (ast.Constant(None), None) | (None, ast.Constant(None)):
+            pass
+        case (None, _) | (_, None):
+            return "it returns something, and the function nothing at its end, or the other way round"
+        case (ast.Name() as name, ast.expr() as one):
+            pairs = [(name, one)]
+        case (ast.Tuple(names), ast.Tuple(values)) if len(names) == len(values) and all(map(_is_name, names)):
+            pairs = [*zip(names, values, strict=True)]
+        case (ast.expr() as given, ast.expr() as one) if isinstance(given, ROOTS):
+            pairs, gives = [(ast.Name(VALUE), one)], _root(code, given)
+        case _:
+            return "the function returns neither names nor what a function of torch gives at its end"
+    other = [*ahead, *(_assigned(name.id, one) for name, one in pairs if isinstance(name, ast.Name))]
+    if gives and given is not None:
+        inside = [*inside, _assigned(VALUE, given)]
+    elif not inside:
+        inside = [_nothing(last or branch)]
+    body = _body(inside, other, function, wanted, ends={ast.Return}, more=behind)
     if isinstance(body, str):
         return body
-    is_last = all(not _holds(value, asks[1]) for part in joint for value in part.values[:-1])
-    return replace(body, line=branch.lineno, is_joint=bool(joint), is_last=is_last)
+    names = frozenset(name.id for name, _ in pairs if isinstance(name, ast.Name))
+    until = body.last[0] if behind[:-1] or gives or last is None else branch.end_lineno or 0
+    body = replace(body, assigned=names - {VALUE}, of_other=names, gives=gives, is_rest=True, until=until)
+    return _asked_in(body, branch.test, branch.lineno, asks)
+
+
+def _of_choice(
+    choice: ast.IfExp, function: ast.FunctionDef, code: CodeType, asks: tuple[str, tuple[int, int]]
+) -> Body | str:
+    """`a if mask.any() else b`: that side is gone into whose value can be changed where it is computed."""
+    sides = (True, choice.body, choice.orelse), (False, choice.orelse, choice.body)
+    found = [(truth, side, another) for truth, side, another in sides if isinstance(side, ROOTS)]
+    if not found:
+        return "neither of the two is computed there"
+    for truth, side, another in found:
+        if (wanted := _wanted(choice.test, asks, truth)) is None:
+            continue
+        if any(isinstance(part, ast.NamedExpr) for one in (side, another) for part in ast.walk(one)):
+            return "it assigns a name there"
+        body = _body([_assigned(VALUE, side)], [_assigned(VALUE, another)], function, wanted, ends=set[type]())
+        if isinstance(body, str):
+            return body
+        gives, until = _root(code, side), choice.end_lineno or 0
+        body = replace(body, assigned=NOTHING, of_other=frozenset((VALUE,)), gives=gives, until=until)
+        return _asked_in(body, choice.test, choice.lineno, asks)
+    return ASKS_MORE
+
+
+def _is_name(one: ast.expr) -> bool:
+    return isinstance(one, ast.Name)
+
+
+def _assigned(name: str, value: ast.expr) -> ast.stmt:
+    """A statement that stands where the value does."""
+    target = ast.copy_location(ast.Name(name, ast.Store()), value)
+    return ast.copy_location(ast.Assign([target], value), value)
+
+
+def _nothing(ahead_of: ast.stmt) -> ast.stmt:
+    at, column = ahead_of.lineno, ahead_of.col_offset
+    return ast.Pass(lineno=at, col_offset=column, end_lineno=at, end_col_offset=column)
+
+
+def _root(code: CodeType, part: ast.expr) -> frozenset[int]:
+    """Where code may be while it calls what gives the value of an expression: the last that it does for that."""
+    first, last = (part.lineno, part.col_offset), (part.end_lineno or 0, part.end_col_offset or 0)
+    found, end = list[dis.Instruction](), 0
+    for one, behind in itertools.pairwise(dis.get_instructions(code)):
+        at = one.positions
+        if at is None or at.lineno is None or "JUMP" in one.opname:
+            continue
+        if first <= (at.lineno, at.col_offset or 0) and (at.end_lineno or 0, at.end_col_offset or 0) <= last:
+            found, end = [*found[-1:], one], behind.offset
+    begins = [one.offset for one in found if one is found[-1] or one.opname == "PRECALL"]
+    return frozenset(range(begins[0], end, 2))  # with what CPython keeps behind an instruction
 
 
 def _body(
-    inside: list[ast.stmt],
-    other: list[ast.stmt],
+    inside: Sequence[ast.stmt],
+    other: Sequence[ast.stmt],
     function: ast.FunctionDef,
     wanted: bool = True,
     *,
-    is_turn: bool,
+    ends: Set[type],
     known: Set[str] = NOTHING,
+    more: Sequence[ast.stmt] = (),
 ) -> Body | str:
-    """Of these statements, and those of an else; `known`: names that are assigned ahead of them; `is_turn`: they are
-    the rest of a loop's.
+    """Of these statements, and those of an else; `known`: names that are assigned ahead of them; `ends`: kinds of
+    statements that end where these do; `more`: others that are within it.
     """
     if not inside:
         return "nothing stands in it"
     both = [*inside, *other]
-    stored = {one.id for one in _stored(both)} - known
-    seen = _Seen(set(), set())
-    _seen_outside(function.body, set(), both, stored | known, seen)
+    stored = {one.id for one in stored_in(both)} - known
+    seen = Seen(set(), set())
+    seen_outside(function.body, set(), [*both, *more], stored | known, seen)
     if seen.later or seen.names & known:
         return f"{min(seen.later or seen.names & known)!r}, which it assigns, may be read outside of it"
-    for one in ast.walk(function):
-        if isinstance(one, (ast.Global, ast.Nonlocal)) and stored & {*one.names}:
-            return f"{min(stored & {*one.names})!r}, which it assigns, is no local variable"
-        if isinstance(one, ast.Name) and one.id in READS_ALL:
-            return f"the function calls {one.id}()"
-        if isinstance(one, ast.Try) and one.handlers and any(part is inside[0] for part in ast.walk(one)):
-            return "it stands in a try, and what fails there may be caught"
+    if (told := _around(function, inside[0], stored)) is not None:
+        return told
     if (effect := effect_in(both, NOTHING, writes=True)) is not None:
         return effect
     if other and (own := _of_a_class(other)) is not None:
-        return f"its else names {own}"
+        return f"what is done where it is not taken names {own}"
     bases, early = list[ast.expr](), set[str]()
     for block in (inside, other):
-        names = _left(block, known, stored, bases, early, is_turn=is_turn)
+        names = left_behind(block, known, stored, bases, early, ends)
         if isinstance(names, str):
             return names
     first, last = (inside[0].lineno, inside[0].col_offset), (inside[-1].end_lineno or 0, inside[-1].end_col_offset or 0)
     loops = (one for statement in both for one in ast.walk(statement))
     over = [one.iter for one in loops if isinstance(one, (ast.For, ast.comprehension))]
     over += [part for one in over if isinstance(one, ast.Call) for part in one.args]
-    assigned, of_other = frozenset(seen.names | early), frozenset(one.id for one in _stored(other))
-    return Body(first, last, wanted, tuple(bases), tuple(over), first[0], assigned, tuple(other), of_other & assigned)
+    assigned, of_other = frozenset(seen.names | early), frozenset(one.id for one in stored_in(other))
+    return Body(
+        first, last, wanted, tuple(bases), tuple(over), first[0], last[0], assigned, tuple(other), of_other & assigned
+    )  # fmt: skip
+
+
+def _around(function: ast.FunctionDef, first: ast.stmt, stored: Set[str]) -> str | None:
+    """What of the function around it stands against a branch that assigns these names."""
+    for one in ast.walk(function):
+        if isinstance(one, (ast.Global, ast.Nonlocal)) and stored & {*one.names}:
+            return f"{min(stored & {*one.names})!r}, which it assigns, is no local variable"
+        if isinstance(one, ast.Name) and one.id in READS_ALL:
+            return f"the function calls {one.id}()"
+        place = first.lineno, first.col_offset
+        if isinstance(one, ast.Try) and one.handlers and _holds(one, place):
+            return "it stands in a try, and what fails there may be caught"
+    return None
 
 
 def _of_a_class(block: Sequence[ast.stmt]) -> str | None:
@@ -229,159 +348,3 @@ def _of_a_class(block: Sequence[ast.stmt]) -> str | None:
         if name in ("super", "__class__") or (name.startswith("__") and not name.endswith("__")):
             return name
     return None
-
-
-def _stored(block: Sequence[ast.AST]) -> list[ast.Name]:
-    """Names that are assigned, but for those of comprehensions."""
-    found, waiting = list[ast.Name](), [*block]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
-            found.append(one)
-        waiting += [one.iter, *one.ifs] if isinstance(one, ast.comprehension) else ast.iter_child_nodes(one)
-    return found
-
-
-@dataclass
-class _Statement:
-    """What one does: expressions that it reads, what it assigns and writes to, and the statements in it, each block
-    with names that are assigned ahead of it.
-    """
-
-    reads: list[ast.AST]
-    targets: list[ast.expr] = field(default_factory=list[ast.expr])
-    writes: list[ast.expr] = field(default_factory=list[ast.expr])
-    blocks: list[tuple[list[ast.stmt], set[str]]] = field(default_factory=list[Any])
-
-
-def _read(one: ast.stmt, *, is_turn: bool) -> _Statement | None:
-    """None: nobody knows what it leaves behind."""
-    match one:
-        case ast.Continue() if is_turn:
-            return _Statement([])
-        case ast.Assign(targets):
-            return _Statement([one], [part for target in targets for part in _parts(target)])
-        case ast.AnnAssign(target) | ast.AugAssign(target):
-            return _Statement([one], [target])
-        case ast.Expr(ast.Call(ast.Attribute(base, method))) if method.endswith("_"):
-            return _Statement([one], writes=[base])
-        case ast.Expr(ast.Constant()) | ast.Pass() | ast.Assert():
-            return _Statement([one])
-        case ast.If(test, body, orelse):
-            return _Statement([test], blocks=[(body, set()), (orelse, set())])
-        case ast.For(target, over, body, []):
-            return _Statement([over], blocks=[(body, {name.id for name in _stored([target])})])
-        case ast.With(items, body) if all(item.optional_vars is None for item in items):
-            return _Statement([*items], blocks=[(body, set())])
-        case _:
-            return None
-
-
-def _left(
-    block: Sequence[ast.stmt],
-    known: Set[str],
-    stored: Set[str],
-    bases: list[ast.expr],
-    early: set[str],
-    *,
-    is_turn: bool,
-) -> set[str] | str:
-    """The names that are assigned behind statements; what would be seen behind them that is neither a name nor a write
-    to a tensor. `known`: names that were assigned in this turn, of the `stored` ones; `bases`: gets what is written to,
-    `early` what may be read before it is assigned there; `is_turn`: these end where a turn of a loop does.
-    """
-    known = {*known}
-    for one in block:
-        if (told := _read(one, is_turn=is_turn)) is None:
-            return f"{ast.unparse(one).splitlines()[0]!r} stands in it"
-        for name in _loads(told.reads):
-            if name.id in stored - known:
-                early.add(name.id)
-        behind = list[set[str]]()
-        for statements, names in told.blocks:
-            of_loop = is_turn or isinstance(one, ast.For)
-            if isinstance(names := _left(statements, known | names, stored, bases, early, is_turn=of_loop), str):
-                return names
-            behind.append(names)
-        if behind and not isinstance(one, ast.For):  # which may have no turn
-            known |= set.intersection(*behind)
-        for target in told.targets:
-            match target:
-                case ast.Name(name):
-                    known.add(name)
-                case ast.Subscript(ast.Name(name)) if name in known:
-                    return f"it writes to parts of {name!r}, which it makes itself"
-                case ast.Subscript(base):
-                    bases.append(base)
-                case _:
-                    return f"it assigns {ast.unparse(target)}"
-        bases += [base for base in told.writes if not (isinstance(base, ast.Name) and base.id in known)]
-    return known
-
-
-def _loads(parts: Sequence[ast.AST]) -> list[ast.Name]:
-    """Names that are read: `x += 1` reads one, too."""
-    every = [one for part in parts for one in ast.walk(part)]
-    read = [one for one in every if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
-    return read + [one.target for one in every if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name)]
-
-
-@dataclass
-class _Seen:
-    """Names that are read, `later` in functions that are called whenever."""
-
-    names: set[str]
-    later: set[str]
-
-
-def _seen_outside(
-    block: Sequence[ast.stmt], known: set[str], inside: Sequence[ast.stmt], stored: set[str], seen: _Seen
-) -> set[str]:
-    """The names that statements have certainly assigned, of `known` ones and those that they assign themselves. `seen`:
-    gets those of the `stored` ones that may be read where those `inside` have assigned them.
-    """
-    for one in block:
-        if one in inside:
-            known = known - stored
-            continue
-        blocks = [part for name in BLOCKS if (part := getattr(one, name, None)) and name != "handlers"]
-        blocks += [part.body for name in ("handlers", "cases") for part in getattr(one, name, ())]
-        of_blocks = {id(part) for inner in blocks for statement in inner for part in ast.walk(statement)}
-        is_around = any(part is inside[0] for part in ast.walk(one))
-        before = known
-        known = known - stored if is_around else known  # as it may have left them, there or in the turn before
-        later = [part for part in ast.walk(one) if isinstance(part, LATER)]
-        read = {part.id for part in _loads([one]) if id(part) not in of_blocks}
-        read -= before if isinstance(one, (ast.If, ast.With)) else known
-        seen.names |= read & stored
-        seen.later |= {part.id for part in _loads(later)} & stored
-        own = {part.id for target in _targets(one) for part in ast.walk(target) if isinstance(part, ast.Name)}
-        behind = [_seen_outside(inner, known | own, inside, stored, seen) for inner in blocks]
-        if isinstance(one, ast.With):
-            known = behind[0]
-        elif isinstance(one, ast.If):
-            known = set.intersection(*behind) if len(behind) > 1 else known & behind[0]
-        elif blocks:
-            known = known.intersection(*behind)
-        else:
-            known = known | own
-    return known
-
-
-def _targets(one: ast.stmt) -> list[ast.expr]:
-    """What a statement certainly assigns, but for its blocks."""
-    match one:
-        case ast.Assign(targets):
-            return targets
-        case ast.AugAssign(target) | ast.For(target):
-            return [target]
-        case ast.AnnAssign(target, value=ast.expr()):
-            return [target]
-        case ast.With(items):
-            return [item.optional_vars for item in items if item.optional_vars is not None]
-        case _:
-            return []
-
-
-def _parts(target: ast.expr) -> list[ast.expr]:
-    return target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]

@@ -14,15 +14,15 @@ import contextlib
 import gc
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from autopar.errors import TraceError
-from autopar.trace.bodies import ASKS_MORE, Body, body_of, turn_of
+from autopar.trace.bodies import ASKS_MORE, VALUE, Body, body_of, turn_of
 from autopar.trace.converted import Branch, Converted
 from autopar.trace.effects import added_to, effect_of
 from autopar.trace.values import MISSING, is_installed, is_torchs
@@ -31,18 +31,24 @@ Picked = Any  # of `autopar.trace.masked`, which calls what is here
 
 LEAVES = "forward calls {} ({}:{}) {}, and {}: a program always goes in there. Do that behind the branch"
 ASSIGNS = (
-    "forward assigns {!r} {}, where {}: behind that a program chooses between tensors of one shape and dtype. Have it "
+    "forward assigns {} {}, where {}: behind that a program chooses between tensors of one shape and dtype. Have it "
     "be one either way"
+)
+GIVES = (
+    "what forward goes on with {} is chosen behind it, and nobody can see where that is computed: have it be what a "
+    "function of torch gives, give it a name, or choose by torch.where"
 )
 NO_TENSOR = "{!r}, which it assigns, may be read outside of it, and is no tensor ahead of it"
 
 
 class Branches:
-    """Those of one forward. `mode`: what sees all functions of torch that it calls."""
+    """Those of one forward. `mode`: what sees all functions of torch that it calls; `calls`: what in our code calls
+    others for one of these.
+    """
 
-    def __init__(self, notes: list[str], mode: Any) -> None:
+    def __init__(self, notes: list[str], mode: Any, calls: Sequence[Callable[..., Any]]) -> None:
         self.tensors = Converted(notes, mode)
-        self._mode = mode
+        self._mode, self._calls = mode, frozenset(one.__code__ for one in calls)  # type: ignore[attr-defined]
         self._begun: dict[tuple[int, tuple[int, int]], Branch] = {}  # by frame and place
         self._watched: dict[int, tuple[FrameType, Any]] = {}  # by id, and what traced their lines before
         self._looks_on = self._collects = False
@@ -89,7 +95,7 @@ class Branches:
         key = id(frame), body.first
         earlier = self._begun.pop(key, None)  # of the same condition
         if body.other and (earlier is not None or not body.is_last):
-            return f"{ASKS_MORE}, and it has an else"
+            return f"{ASKS_MORE}, and something else is done where it is not taken"
         held = frame.f_locals
         before = {name: held.get(name, MISSING) for name in body.assigned}
         for name, value in before.items():
@@ -107,7 +113,7 @@ class Branches:
             before |= self._run(body, frame, is_seen=is_seen)
         alone = None if earlier is not None else rows
         self._begun[key] = Branch(frame, body, file, is_taken, alone, before, frame.f_lasti)
-        if body.assigned or body.is_joint:
+        if body.assigned or body.is_joint or body.gives or body.is_rest:
             self._watched.setdefault(id(frame), (frame, frame.f_trace))
             frame.f_trace = self._goes_on
         return None
@@ -127,13 +133,15 @@ class Branches:
             exec(code, held)
         return {name: held[name] for name in body.of_other}
 
-    def _goes_on(self, frame: FrameType, event: str, _: Any) -> Any:
+    def _goes_on(self, frame: FrameType, event: str, given: Any) -> Any:
         """Sees each line of the code that has asked, and lets names be what they are behind branches that it leaves."""
         held, now = frame.f_locals, dict[str, Any]()
-        is_end = event == "return"
+        is_end, is_failing = event == "return", event == "exception" or (event == "return" and given is None)
         for key, one in [*reversed(self._begun.items())]:
-            if one.frame is frame and (is_end or not one.body.line <= frame.f_lineno <= one.body.last[0]):
+            if one.frame is frame and (is_end or not one.body.line <= frame.f_lineno <= one.body.until):
                 del self._begun[key]
+                if (one.body.gives or (one.body.is_rest and is_end)) and not is_failing:  # which returns something
+                    self._raise(TraceError(GIVES.format(one.where)))
                 if not is_end or frame.f_code.co_name == "<module>":  # of an else; of a function nobody reads them
                     now |= self._assigned(one, {**held, **now})
         held |= now  # at once: looking at them anew would undo it
@@ -144,8 +152,26 @@ class Branches:
         try:
             return {name: self._one_of(name, branch, held.get(name)) for name in sorted(branch.body.assigned)}
         except TraceError as error:
-            self._left = self._left or error
-            raise
+            self._raise(error)
+
+    def given(self, result: Any) -> Any:
+        """What a function of torch gives to the code that has called it: what a branch ends with is chosen there."""
+        if not any(one.body.gives for one in self._begun.values()):
+            return result
+        frame, within = sys._getframe(2), 0  # behind the mode
+        while frame.f_back is not None and is_torchs(frame.f_code.co_filename):
+            within += frame.f_code in self._calls
+            frame = frame.f_back
+        for key, one in [*reversed(self._begun.items())] if not within else ():
+            if one.frame is frame and frame.f_lasti in one.body.gives:
+                del self._begun[key]
+                with self._mode:
+                    result = self._one_of(VALUE, one, result)
+        return result
+
+    def _raise(self, error: TraceError) -> NoReturn:
+        self._left = self._left or error
+        raise error
 
     def _one_of(self, name: str, branch: Branch, new: Any) -> Any:
         old = branch.before[name]
@@ -161,7 +187,8 @@ class Branches:
             case Tensor(), Tensor() if (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device):
                 return self.tensors.chosen(new, old, branch.truth)
             case _:
-                raise TraceError(ASSIGNS.format(name, branch.where, f"it is {_told(new)}, and else {_told(old)}"))
+                what = "what it goes on with" if name == VALUE else repr(name)
+                raise TraceError(ASSIGNS.format(what, branch.where, f"it is {_told(new)}, and else {_told(old)}"))
 
     def leave(self, frame: FrameType) -> None:
         """The code of a frame asks again, where it may have asked before."""
@@ -170,6 +197,8 @@ class Branches:
         one = self._begun.get((id(frame), body.first))
         if one is not None and not (body.is_joint and one.asked_at < frame.f_lasti):
             del self._begun[id(frame), body.first]
+            if body.assigned or body.gives:  # in a loop that stands on one line with it
+                self._raise(TraceError(GIVES.format(one.where)))
 
     def here(self) -> list[Branch]:
         """Those that run now, the innermost one last."""

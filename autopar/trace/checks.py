@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import linecache
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -65,9 +66,9 @@ class Checks:
 
     origins: Origins
 
-    def __init__(self, notes: list[str], arguments: Arguments, mode: Any) -> None:
+    def __init__(self, notes: list[str], arguments: Arguments, mode: Any, calls: Sequence[Callable[..., Any]]) -> None:
         self.notes = notes  # of the plan
-        self.branches = Branches(notes, mode)
+        self.branches = Branches(notes, mode, calls)
         self.arguments = arguments
         self.instead = ""  # why what was asked last leads into no branch that only writes
         self.needed: Exception | None = None  # what was said where a number was needed that nobody has

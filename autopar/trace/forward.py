@@ -35,8 +35,8 @@ from autopar.trace.independent import refuse_attributes, with_notes
 from autopar.trace.lines import caller, line_here
 from autopar.trace.literals import Literals
 from autopar.trace.looks import as_looks, looks_in
-from autopar.trace.masked import Picked, rows_of
-from autopar.trace.modules import noted_on, replace_tensors, tensors_by_name
+from autopar.trace.masked import Picked, apply, rows_of
+from autopar.trace.modules import noted_on, registered, replace_tensors
 from autopar.trace.numbers import HangsOnValues, Number, with_numbers
 from autopar.trace.origins import Origins, memory_of, tensors_in, writes_in_place
 from autopar.trace.packed import GIVEN_PACKED, LAYERS, Packing
@@ -72,7 +72,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
     """
     counting = reads.counting
     original = model.forward
-    stand_for, modules = _registered(model), dict(model.named_modules())
+    stand_for, modules = registered(model), dict(model.named_modules())
     reads.see_of_class(type(model), "forward")
     noted = {name: noted_on(value) for name, value in stand_for.items()}
     for part in model.modules():
@@ -80,7 +80,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        now = _registered(model)
+        now = registered(model)
         replace_tensors(model, {id(stand_for[name]): value for name, value in now.items()}, registered=False)
         replace_tensors(model, looks := as_looks(looks_in(model), now), registered=False)
         watch = _Watch({id(value) for value in now.values()}, frozenset(map(id, model.buffers())), notes, reads)
@@ -103,7 +103,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
                 returned = original(*args, **kwargs)
                 refuse_attributes(now, had)
                 watch.reads_at.check(vars(returned))
-                now_there = _registered(model)
+                now_there = registered(model)
                 watch.literals.may_be_written([now[name] for name in values if now_there.get(name) is not now[name]])
             if any(isinstance(value, Picked) for value in pytree.tree_leaves(returned)):
                 raise TraceError(
@@ -125,11 +125,6 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
     model.forward = forward
 
 
-def _registered(model: nn.Module) -> dict[str, torch.Tensor]:
-    parameters, buffers = tensors_by_name(model)
-    return {**parameters, **buffers}
-
-
 class _Watch(TorchFunctionMode):
     """Sees every function of torch that forward calls. `known`: ids of parameters, buffers and arguments, and of what
     the functions gave; another tensor that requires grad is none that would be trained.
@@ -140,7 +135,7 @@ class _Watch(TorchFunctionMode):
         counting, self.outside = reads.counting, reads.outside
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
         self.literals = Literals(counting.beside)
-        self.checks = Checks(notes, reads.asked.arguments, self)
+        self.checks = Checks(notes, reads.asked.arguments, self, (_Watch.__torch_function__, apply))
         self.origins = self.checks.origins = Origins(self.checks, reads.asked)
         self.beside, self.counting = counting.beside, counting
         self.packing = Packing(self.origins)
@@ -180,11 +175,13 @@ class _Watch(TorchFunctionMode):
         made = self.packing.answer(func, args) or kept_as_one(func, args, kwargs, self.checks)
         if (made := made or checked(func, args, kwargs, self.checks)) is not None:
             with self:
-                return made()
+                found = made()
+            return self.checks.branches.given(found)
         written = None if any(isinstance(leaf, Picked) for leaf in leaves) else WRITTEN_OUT.get(func)
         if (written := kept_as_loops(func, args) or written) is not None:
             with self:
-                return written(*args, **kwargs)
+                found = written(*args, **kwargs)
+            return self.checks.branches.given(found)
         args, kwargs = self._with_places(func, args, kwargs)
         if (answer := self.beside.answer(func, args)) is not None:
             return answer
@@ -195,11 +192,11 @@ class _Watch(TorchFunctionMode):
         if (number := self._taken_out(func, args)) is not None:
             return number
         if any(isinstance(leaf, Number) for leaf in pytree.tree_leaves((args, kwargs))):
-            return self._with_numbers(func, args, kwargs)
+            return self.checks.branches.given(self._with_numbers(func, args, kwargs))
         result = self._result(func, args, kwargs)
         self._see(func, args, result, is_data)
         self.results += self.taken.made_by(result, kwargs)
-        return result
+        return self.checks.branches.given(result)
 
     def _of_known(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What `func` gives that asks tensors whose values are known; None where it asks others, or nothing. The values

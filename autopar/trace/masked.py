@@ -271,8 +271,10 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`func` of picked rows. Raises TraceError for what is not done row by row."""
     name = _name_of(func)
     every = _all_picked((args, kwargs))
-    with every[0].origins.checks.branches.of_rows(name, args, kwargs) as (args, kwargs):
-        return _applied(func, name, every, args, kwargs)
+    branches = every[0].origins.checks.branches
+    with branches.of_rows(name, args, kwargs) as (args, kwargs):
+        made = _applied(func, name, every, args, kwargs)
+    return branches.given(made)
 
 
 def _applied(func: Any, name: str, every: list[Picked], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -106,6 +106,12 @@ def with_tensors(
     return made
 
 
+def registered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Its parameters and buffers, by name."""
+    parameters, buffers = tensors_by_name(model)
+    return {**parameters, **buffers}
+
+
 def noted_on(tensor: torch.Tensor) -> dict[str, Any]:
     """What the user has put on a parameter or buffer (`weight.scale = 2.0`)."""
     own = ((name, value) for name, value in vars(tensor).items() if value is not None)

@@ -98,6 +98,39 @@ def given_as_out(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Ten
     return out
 
 
+def _twice(x: Tensor) -> Tensor:
+    made = x * 2
+    return made
+
+
+def chooses_names(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    y = x * 2
+    return x if (chosen == 0).any() else y
+
+
+def returns_what_another_makes(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    if (chosen == 0).any():
+        return x
+    return _twice(x)
+
+
+def returns_by_what_is_known(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    if (chosen == 0).any():
+        return x
+    if layer.training:
+        return x * 3
+    return x * 2
+
+
+def one_of_them_nothing(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    made = x * 2 if (chosen == 0).any() else None
+    return x if made is None else made
+
+
+def returns_what_it_names(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    return x * 2 if (chosen == 0).any() else (y := x * 3) + y
+
+
 OUTSIDE = "which it assigns, may be read outside of it, and is no tensor ahead of it"
 NOT = {
     counts_turns: "forward assigns 'number' in a branch .*, where it is 2, and else 1: ",
@@ -106,7 +139,12 @@ NOT = {
     rows_behind: f"'rows', {OUTSIDE}",
     list_of_an_else: "forward assigns 'parts' in .* where it is a list, and else a list",
     asks_one_of_two: "its condition asks several things",
-    two_and_an_else: "its condition asks several things, and it has an else",
+    two_and_an_else: "its condition asks several things, and something else is done where it is not taken",
+    chooses_names: "neither of the two is computed there",
+    returns_what_another_makes: "what forward goes on with in a branch .* is chosen behind it, and nobody can see",
+    returns_by_what_is_known: "what forward goes on with in a branch .* is chosen behind it, and nobody can see",
+    one_of_them_nothing: "forward assigns what it goes on with in .* a tensor of shape .*, and else a NoneType",
+    returns_what_it_names: "as it assigns a name there",
     else_that_returns: "it has an else that ends something",
     inverse_of_nothing: "forward calls linalg_inv_ex at .*need not be what that takes",
     given_as_out: r"forward writes to a tensor at .*not by a method of it \(out=",

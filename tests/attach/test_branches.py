@@ -74,19 +74,10 @@ def attribute(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor
     return x
 
 
-def returned(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    mask, out = chosen == 0, torch.zeros_like(x)
-    if not mask.any():
-        return x
-    out[mask] = x[mask]
-    return out
-
-
 NOT = {
     counter: "it writes to used, which is no tensor that is there as a whole",
     appended: "it calls .append()",
     attribute: "it sets .seen",
-    returned: "it returns something else than the function does at its end",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.support.branching import COUNT, Form, Layer
@@ -240,6 +240,85 @@ def inverse_ahead(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Te
     return out + layer.experts[1](x)
 
 
+def returns_another(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    mask = chosen == 1
+    if not mask.any():
+        return layer.experts[0](x).sum() * 0.25
+    rows = layer.experts[1](x[mask])
+    return functional.smooth_l1_loss(rows, x[mask].sin())
+
+
+def returns_in_turn(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    first, out = (chosen == 0).any(), x * 0.5
+    if first:
+        out += 1.5
+        more = layer.experts[1](x).tanh()
+        return out + more
+    if (chosen == 3).sum() == 0:
+        return out / scores.sum()
+    if layer.training:
+        out = out * 2
+    last = layer.experts[2](out)
+    return (
+        last.square()
+        .mul(out)
+    )  # fmt: skip
+
+
+def returns_two(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    loss, correct = _pair(layer, x, chosen == 1)
+    other, _ = _pair(layer, x, chosen == 2)
+    return x + loss * correct + other
+
+
+def _pair(layer: Layer, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    if mask.sum() == 0:
+        return x.sum() * 0.0, x.new_zeros(())
+    rows = layer.experts[1](x[mask])
+    loss = rows.square().mean()
+    correct = (rows > 0).double().mean()
+    return loss, correct
+
+
+def chooses(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    mask = chosen == 0
+    loss = layer.experts[0](x[mask]).square().mean() if mask.any() else x.new_zeros(())
+    loss = loss + (x if not mask.any() else (x * loss).tanh()).mean()
+    loss += layer.experts[2](x).mul(2).sum() if layer.training and (chosen == 2).any() else loss
+    return x * functional.relu(loss) if (chosen == 1).any() else x + _either(layer, x, chosen)
+
+
+def _either(layer: Layer, x: Tensor, chosen: Tensor) -> Tensor:
+    return layer.experts[1](x[chosen == 1]).sum(0) / (chosen == 1).sum() if (chosen == 1).any() else x[0]
+
+
+class Skipped(nn.Module):
+    """A layer that is left out at random, as a module that returns early."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand(1).item() < 0.4:
+            return x
+        return x + self.inner(x)
+
+
+def skips_layers(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    for expert in layer.experts:
+        x = Skipped(expert)(x)
+    return x
+
+
+def returned(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    mask, out = chosen == 0, torch.zeros_like(x)
+    if not mask.any():
+        return x
+    out[mask] = x[mask]
+    return out
+
+
 def _beside(form: Form) -> Form:
     """Of what has gradients, and is trained whether a branch is taken or not."""
     return lambda layer, x, scores, chosen: layer.experts[3](x) * 0.1 + form(layer, x + scores[:, :1], scores, chosen)
@@ -250,6 +329,7 @@ FORMS: dict[str, Form] = {
     for one in (
         adds_a_loss, adds_in_place, from_a_number, has_an_else, has_an_elif, one_behind_another, within_one_another,
         nothing_to_divide_by, asks_several, returns_early, kept_truth, skips_at_random, written_as_a_whole,
+        returned, returns_another, returns_in_turn, returns_two, chooses, skips_layers,
         loops_over_hits, name_outside, another_else, of_another_turn, several, in_place, at_a_place, mean_of_masked,
         of_infinite, at_a_counted_place, added_to_behind, inverse_ahead,
     )

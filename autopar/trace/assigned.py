@@ -1,0 +1,166 @@
+"""Which names statements assign, and who reads them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+LATER = (ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.GeneratorExp)
+BLOCKS = ("body", "orelse", "finalbody", "handlers")
+
+
+def stored_in(block: Sequence[ast.AST]) -> list[ast.Name]:
+    """Names that are assigned, but for those of comprehensions."""
+    found, waiting = list[ast.Name](), [*block]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+            found.append(one)
+        waiting += [one.iter, *one.ifs] if isinstance(one, ast.comprehension) else ast.iter_child_nodes(one)
+    return found
+
+
+@dataclass
+class _Statement:
+    """What one does: expressions that it reads, what it assigns and writes to, and the statements in it, each block
+    with names that are assigned ahead of it.
+    """
+
+    reads: list[ast.AST]
+    targets: list[ast.expr] = field(default_factory=list[ast.expr])
+    writes: list[ast.expr] = field(default_factory=list[ast.expr])
+    blocks: list[tuple[list[ast.stmt], set[str]]] = field(default_factory=list[Any])
+
+
+def _read(one: ast.stmt, ends: Set[type]) -> _Statement | None:
+    """None: nobody knows what it leaves behind."""
+    match one:
+        case ast.Continue() | ast.Return() if type(one) in ends:
+            return _Statement([one])
+        case ast.Assign(targets):
+            return _Statement([one], [part for target in targets for part in _parts(target)])
+        case ast.AnnAssign(target) | ast.AugAssign(target):
+            return _Statement([one], [target])
+        case ast.Expr(ast.Call(ast.Attribute(base, method))) if method.endswith("_"):
+            return _Statement([one], writes=[base])
+        case ast.Expr(ast.Constant()) | ast.Pass() | ast.Assert():
+            return _Statement([one])
+        case ast.If(test, body, orelse):
+            return _Statement([test], blocks=[(body, set()), (orelse, set())])
+        case ast.For(target, over, body, []):
+            return _Statement([over], blocks=[(body, {name.id for name in stored_in([target])})])
+        case ast.With(items, body) if all(item.optional_vars is None for item in items):
+            return _Statement([*items], blocks=[(body, set())])
+        case _:
+            return None
+
+
+def left_behind(
+    block: Sequence[ast.stmt],
+    known: Set[str],
+    stored: Set[str],
+    bases: list[ast.expr],
+    early: set[str],
+    ends: Set[type],
+) -> set[str] | str:
+    """The names that are assigned behind statements; what would be seen behind them that is neither a name nor a write
+    to a tensor. `known`: names that were assigned in this turn, of the `stored` ones; `bases`: gets what is written to,
+    `early` what may be read before it is assigned there; `ends`: kinds of statements that end where these do.
+    """
+    known = {*known}
+    for one in block:
+        if (told := _read(one, ends)) is None:
+            return f"{ast.unparse(one).splitlines()[0]!r} stands in it"
+        for name in _loads(told.reads):
+            if name.id in stored - known:
+                early.add(name.id)
+        behind = list[set[str]]()
+        for statements, names in told.blocks:
+            within = {*ends, ast.Continue} if isinstance(one, ast.For) else ends
+            if isinstance(names := left_behind(statements, known | names, stored, bases, early, within), str):
+                return names
+            behind.append(names)
+        if behind and not isinstance(one, ast.For):  # which may have no turn
+            known |= set.intersection(*behind)
+        for target in told.targets:
+            match target:
+                case ast.Name(name):
+                    known.add(name)
+                case ast.Subscript(ast.Name(name)) if name in known:
+                    return f"it writes to parts of {name!r}, which it makes itself"
+                case ast.Subscript(base):
+                    bases.append(base)
+                case _:
+                    return f"it assigns {ast.unparse(target)}"
+        bases += [base for base in told.writes if not (isinstance(base, ast.Name) and base.id in known)]
+    return known
+
+
+def _loads(parts: Sequence[ast.AST]) -> list[ast.Name]:
+    """Names that are read: `x += 1` reads one, too."""
+    every = [one for part in parts for one in ast.walk(part)]
+    read = [one for one in every if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
+    return read + [one.target for one in every if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name)]
+
+
+@dataclass
+class Seen:
+    """Names that are read, `later` in functions that are called whenever."""
+
+    names: set[str]
+    later: set[str]
+
+
+def seen_outside(
+    block: Sequence[ast.stmt], known: set[str], inside: Sequence[ast.stmt], stored: set[str], seen: Seen
+) -> set[str]:
+    """The names that statements have certainly assigned, of `known` ones and those that they assign themselves. `seen`:
+    gets those of the `stored` ones that may be read where those `inside` have assigned them.
+    """
+    for one in block:
+        if one in inside:
+            known = known - stored
+            continue
+        blocks = [part for name in BLOCKS if (part := getattr(one, name, None)) and name != "handlers"]
+        blocks += [part.body for name in ("handlers", "cases") for part in getattr(one, name, ())]
+        of_blocks = {id(part) for inner in blocks for statement in inner for part in ast.walk(statement)}
+        is_around = any(part is inside[0] for part in ast.walk(one))
+        before = known
+        known = known - stored if is_around else known  # as it may have left them, there or in the turn before
+        later = [part for part in ast.walk(one) if isinstance(part, LATER)]
+        read = {part.id for part in _loads([one]) if id(part) not in of_blocks}
+        read -= before if isinstance(one, (ast.If, ast.With)) else known
+        seen.names |= read & stored
+        seen.later |= {part.id for part in _loads(later)} & stored
+        own = {part.id for target in _targets(one) for part in ast.walk(target) if isinstance(part, ast.Name)}
+        behind = [seen_outside(inner, known | own, inside, stored, seen) for inner in blocks]
+        if isinstance(one, ast.With):
+            known = behind[0]
+        elif isinstance(one, ast.If):
+            known = set.intersection(*behind) if len(behind) > 1 else known & behind[0]
+        elif blocks:
+            known = known.intersection(*behind)
+        else:
+            known = known | own
+    return known
+
+
+def _targets(one: ast.stmt) -> list[ast.expr]:
+    """What a statement certainly assigns, but for its blocks."""
+    match one:
+        case ast.Assign(targets):
+            return targets
+        case ast.AugAssign(target) | ast.For(target):
+            return [target]
+        case ast.AnnAssign(target, value=ast.expr()):
+            return [target]
+        case ast.With(items):
+            return [item.optional_vars for item in items if item.optional_vars is not None]
+        case _:
+            return []
+
+
+def _parts(target: ast.expr) -> list[ast.expr]:
+    return target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
