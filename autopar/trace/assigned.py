@@ -34,7 +34,7 @@ class _Statement:
     blocks: list[tuple[list[ast.stmt], set[str]]] = field(default_factory=list[Any])
 
 
-def _read(one: ast.stmt, ends: Set[type]) -> _Statement | None:
+def _read(one: ast.stmt, ends: Set[type], own: Set[str]) -> _Statement | None:
     """None: nobody knows what it leaves behind."""
     match one:
         case ast.Continue() | ast.Return() if type(one) in ends:
@@ -45,6 +45,8 @@ def _read(one: ast.stmt, ends: Set[type]) -> _Statement | None:
             return _Statement([one], [target])
         case ast.Expr(ast.Call(ast.Attribute(base, method))) if method.endswith("_"):
             return _Statement([one], writes=[base])
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name(name)))) if name in own:  # `parts.append(x)`
+            return _Statement([one])
         case ast.Expr(ast.Constant()) | ast.Pass() | ast.Assert():
             return _Statement([one])
         case ast.If(test, body, orelse):
@@ -57,29 +59,33 @@ def _read(one: ast.stmt, ends: Set[type]) -> _Statement | None:
             return None
 
 
-def left_behind(
-    block: Sequence[ast.stmt],
-    known: Set[str],
-    stored: Set[str],
-    bases: list[ast.expr],
-    early: set[str],
-    ends: Set[type],
-) -> set[str] | str:
+@dataclass
+class Left:
+    """What statements leave behind, of which `stored` are the names that they assign, `own` those of what they make
+    themselves: `bases` gets what they write to, `early` names that may be read before they are assigned there.
+    """
+
+    stored: Set[str]
+    own: Set[str]
+    bases: list[ast.expr] = field(default_factory=list[ast.expr])
+    early: set[str] = field(default_factory=set[str])
+
+
+def left_behind(block: Sequence[ast.stmt], known: Set[str], left: Left, ends: Set[type]) -> set[str] | str:
     """The names that are assigned behind statements; what would be seen behind them that is neither a name nor a write
-    to a tensor. `known`: names that were assigned in this turn, of the `stored` ones; `bases`: gets what is written to,
-    `early` what may be read before it is assigned there; `ends`: kinds of statements that end where these do.
+    to a tensor. `known`: names that were assigned in this turn; `ends`: kinds of statements that end where these do.
     """
     known = {*known}
     for one in block:
-        if (told := _read(one, ends)) is None:
+        if (told := _read(one, ends, left.own)) is None:
             return f"{ast.unparse(one).splitlines()[0]!r} stands in it"
         for name in _loads(told.reads):
-            if name.id in stored - known:
-                early.add(name.id)
+            if name.id in left.stored - known:
+                left.early.add(name.id)
         behind = list[set[str]]()
         for statements, names in told.blocks:
             within = {*ends, ast.Continue} if isinstance(one, ast.For) else ends
-            if isinstance(names := left_behind(statements, known | names, stored, bases, early, within), str):
+            if isinstance(names := left_behind(statements, known | names, left, within), str):
                 return names
             behind.append(names)
         if behind and not isinstance(one, ast.For):  # which may have no turn
@@ -89,12 +95,13 @@ def left_behind(
                 case ast.Name(name):
                     known.add(name)
                 case ast.Subscript(ast.Name(name)) if name in known:
-                    return f"it writes to parts of {name!r}, which it makes itself"
+                    if name not in left.own:
+                        return f"it writes to parts of {name!r}, which it makes itself"
                 case ast.Subscript(base):
-                    bases.append(base)
+                    left.bases.append(base)
                 case _:
                     return f"it assigns {ast.unparse(target)}"
-        bases += [base for base in told.writes if not (isinstance(base, ast.Name) and base.id in known)]
+        left.bases += [base for base in told.writes if not (isinstance(base, ast.Name) and base.id in known)]
     return known
 
 

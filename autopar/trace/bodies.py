@@ -13,8 +13,8 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any, TypeVar
 
-from autopar.trace.assigned import BLOCKS, Seen, left_behind, seen_outside, stored_in
-from autopar.trace.effects import effect_in
+from autopar.trace.assigned import BLOCKS, Left, Seen, left_behind, seen_outside, stored_in
+from autopar.trace.effects import effect_in, own_of
 from autopar.trace.reading import tree_of
 
 Kind = TypeVar("Kind", bound=ast.stmt)
@@ -309,23 +309,23 @@ def _body(
         return f"{min(seen.later or seen.names & known)!r}, which it assigns, may be read outside of it"
     if (told := _around(function, inside[0], stored)) is not None:
         return told
-    if (effect := effect_in(both, NOTHING, writes=True)) is not None:
+    own = own_of(both, set())
+    if (effect := effect_in(both, own, writes=True)) is not None:
         return effect
-    if other and (own := _of_a_class(other)) is not None:
-        return f"what is done where it is not taken names {own}"
-    bases, early = list[ast.expr](), set[str]()
+    if other and (private := _of_a_class(other)) is not None:
+        return f"what is done where it is not taken names {private}"
+    left = Left(stored, own)
     for block in (inside, other):
-        names = left_behind(block, known, stored, bases, early, ends)
+        names = left_behind(block, known, left, ends)
         if isinstance(names, str):
             return names
     first, last = (inside[0].lineno, inside[0].col_offset), (inside[-1].end_lineno or 0, inside[-1].end_col_offset or 0)
     loops = (one for statement in both for one in ast.walk(statement))
     over = [one.iter for one in loops if isinstance(one, (ast.For, ast.comprehension))]
     over += [part for one in over if isinstance(one, ast.Call) for part in one.args]
-    assigned, of_other = frozenset(seen.names | early), frozenset(one.id for one in stored_in(other))
-    return Body(
-        first, last, wanted, tuple(bases), tuple(over), first[0], last[0], assigned, tuple(other), of_other & assigned
-    )  # fmt: skip
+    assigned, of_other = frozenset(seen.names | left.early), frozenset(one.id for one in stored_in(other))
+    bases, lines, of_other = tuple(left.bases), (first[0], last[0]), of_other & assigned
+    return Body(first, last, wanted, bases, tuple(over), *lines, assigned, tuple(other), of_other)
 
 
 def _around(function: ast.FunctionDef, first: ast.stmt, stored: Set[str]) -> str | None:

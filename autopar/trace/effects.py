@@ -42,7 +42,7 @@ def _effect_of(one: ast.AST) -> str | None:
     if isinstance(one, ast.Lambda):
         return effect_in([one.body], frozenset())
     assert isinstance(one, ast.FunctionDef)
-    own = _own(one.body, {part.arg for part in ast.walk(one.args) if isinstance(part, ast.arg)})
+    own = own_of(one.body, {part.arg for part in ast.walk(one.args) if isinstance(part, ast.arg)})
     return effect_in(one.body, own | ({one.args.kwarg.arg} if one.args.kwarg is not None else frozenset()))
 
 
@@ -68,7 +68,7 @@ def _is_of(one: ast.AST, code: CodeType) -> bool:
     return code.co_firstlineno in (one.lineno, *(decorator.lineno for decorator in one.decorator_list))
 
 
-def _own(body: Sequence[ast.stmt], arguments: set[str]) -> frozenset[str]:
+def own_of(body: Sequence[ast.stmt], arguments: set[str]) -> frozenset[str]:
     """Names that hold what statements make themselves: no argument, nothing of another."""
     given: dict[str, list[ast.AST]] = {}
     for one in (one for statement in body for one in ast.walk(statement)):
@@ -87,7 +87,8 @@ def _pairs(target: ast.expr, value: ast.AST) -> list[tuple[str, ast.AST]]:
     """Names that are assigned, and what they get."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
         return [pair for one, part in zip(target.elts, value.elts, strict=True) for pair in _pairs(one, part)]
-    return [(name.id, value) for name in ast.walk(target) if isinstance(name, ast.Name)]
+    stored = (name for name in ast.walk(target) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store))
+    return [(name.id, value) for name in stored]
 
 
 def _is_made(value: ast.AST) -> bool:

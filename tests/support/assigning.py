@@ -280,6 +280,31 @@ def _pair(layer: Layer, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return loss, correct
 
 
+def returns_zeros(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    def run(number: int) -> Tensor:
+        mask = chosen == number
+        if not mask.any():
+            return torch.zeros_like(x)
+        out, parts = torch.zeros_like(x), []
+        out[mask] = layer.experts[number](x[mask])
+        for part in out.chunk(2, -1):
+            parts.append(part * 2)
+        out[0] = torch.cat(parts, -1)[1]
+        return out
+
+    return sum((run(number) for number in range(COUNT)), torch.zeros_like(x))
+
+
+def copies_rows(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(layer.experts):
+        (rows,) = torch.where(chosen == number)
+        if len(rows) == 0:
+            continue
+        out = out.index_copy(0, rows, expert(x[rows]) * scores[rows, number, None])
+    return out
+
+
 def chooses(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
     mask = chosen == 0
     loss = layer.experts[0](x[mask]).square().mean() if mask.any() else x.new_zeros(())
@@ -329,7 +354,7 @@ FORMS: dict[str, Form] = {
     for one in (
         adds_a_loss, adds_in_place, from_a_number, has_an_else, has_an_elif, one_behind_another, within_one_another,
         nothing_to_divide_by, asks_several, returns_early, kept_truth, skips_at_random, written_as_a_whole,
-        returned, returns_another, returns_in_turn, returns_two, chooses, skips_layers,
+        returns_zeros, copies_rows, returned, returns_another, returns_in_turn, returns_two, chooses, skips_layers,
         loops_over_hits, name_outside, another_else, of_another_turn, several, in_place, at_a_place, mean_of_masked,
         of_infinite, at_a_counted_place, added_to_behind, inverse_ahead,
     )
