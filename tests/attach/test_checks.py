@@ -185,8 +185,8 @@ class OnlyTrained(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        if self.training and y.sum() > 0:
-            y = y * 2
+        while self.training and y.sum() > 100:
+            y = y / 2
         return y.square().mean()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-from autopar.errors import CheckFailed, TraceError
+from autopar.errors import CheckFailed
 from autopar.trace.beside import Beside
 from autopar.trace.literals import Literals
 from tests.processes.compare import both_backward, same_gradients
@@ -123,8 +124,11 @@ def test_what_was_written_to_is_no_literal(one: DeviceMesh, write: Callable[[Ten
         write(ones, x)
         return x * 2 if ones.sum() > 3 else x
 
-    with pytest.raises(TraceError, match="which way forward goes depends on values"):
-        autopar.compile(Model(does), one)(torch.randn(6, 4, dtype=torch.float64))
+    plain = Model(does)
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for shift in (-2.0, 0.0, 2.0):
+        both_backward(plain, parallel, torch.randn(6, 4, dtype=torch.float64) + shift)
+    same_gradients(plain, parallel)
 
 
 def test_only_what_is_made_of_numbers_is_known() -> None:
