@@ -44,6 +44,8 @@ def _read(one: ast.stmt, ends: Set[type], own: Set[str]) -> _Statement | None:
         case ast.AnnAssign(target) | ast.AugAssign(target):
             return _Statement([one], [target])
         case ast.Expr(ast.Call(ast.Attribute(base, method))) if method.endswith("_"):
+            while isinstance(base, ast.Call) and isinstance(base.func, ast.Attribute) and base.func.attr.endswith("_"):
+                base = base.func.value  # `x.mul_(2).add_(1)`
             return _Statement([one], writes=[base])
         case ast.Expr(ast.Call(ast.Attribute(ast.Name(name)))) if name in own:  # `parts.append(x)`
             return _Statement([one])

@@ -20,7 +20,7 @@ from autopar.trace.reading import tree_of
 Kind = TypeVar("Kind", bound=ast.stmt)
 NOTHING = frozenset[str]()
 SEVERAL = (  # what may ask more than once, or not at all
-    ast.BoolOp, ast.IfExp, ast.NamedExpr, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda,
+    ast.BoolOp, ast.IfExp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda,
 )  # fmt: skip
 READS_ALL = ("locals", "vars", "eval", "exec")
 ROOTS = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Subscript, ast.Compare)  # what gives something new, if they do
@@ -173,8 +173,8 @@ def _of(
     match branch.body:
         case [ast.Continue()] if isinstance(around, (ast.For, ast.While)):
             inside, truth, ends = behind, False, {ast.Continue}
-        case [*ahead, ast.Return(value)] if around is function and not other:
-            return _rest(branch, ahead, value, behind, function, code, asks)
+        case [*ahead, ast.Return(value)] if (rest := _behind(function.body, branch)) is not None:
+            return _rest(branch, ahead, value, rest, function, code, asks)
         case _:
             inside, truth, ends = branch.body, True, set[type]()
     wanted = _wanted(branch.test, asks, truth)
@@ -184,6 +184,18 @@ def _of(
         return "it has an else that ends something"
     body = _body(inside, other, function, wanted, ends=ends)
     return body if isinstance(body, str) else _asked_in(body, branch.test, branch.lineno, asks)
+
+
+def _behind(block: Sequence[ast.stmt], branch: ast.If) -> list[ast.stmt] | None:
+    """What a function goes on with where a branch in these statements is not taken; None: that is in a loop or so."""
+    for place, one in enumerate(block):
+        if one is branch:
+            return [*branch.orelse, *block[place + 1 :]]
+        if isinstance(one, ast.If):
+            for inner in (one.body, one.orelse):
+                if (found := _behind(inner, branch)) is not None:
+                    return [*found, *block[place + 1 :]]
+    return None
 
 
 def _asked_in(body: Body, test: ast.expr, line: int, asks: tuple[str, tuple[int, int]]) -> Body:
@@ -205,8 +217,12 @@ def _rest(
     wanted = _wanted(branch.test, asks, False)
     if wanted is None:
         return ASKS_MORE
-    last = behind[-1] if behind and isinstance(behind[-1], ast.Return) else None
-    inside, given = (behind[:-1], last.value) if isinstance(last, ast.Return) else (behind, None)
+    last = behind[-1] if behind else None
+    while isinstance(last, ast.If) and last.orelse:  # either way it ends there
+        last = last.orelse[-1]
+    last = last if isinstance(last, ast.Return) else None
+    given, is_within = last and last.value, not behind or last is not behind[-1]
+    inside = behind if is_within else behind[:-1]
     pairs, gives = list[tuple[ast.expr, ast.expr]](), frozenset[int]()
     match given, value:
         case (None, None) | (ast.Constant(None), None) | (None, ast.Constant(None)):
@@ -230,7 +246,7 @@ def _rest(
     if isinstance(body, str):
         return body
     names = frozenset(name.id for name, _ in pairs if isinstance(name, ast.Name))
-    until = body.last[0] if behind[:-1] or gives or last is None else branch.end_lineno or 0
+    until = body.last[0] if gives or last is None or (behind[:-1] and not is_within) else last.lineno - 1
     body = replace(body, assigned=names - {VALUE}, of_other=names, gives=gives, is_rest=True, until=until)
     return _asked_in(body, branch.test, branch.lineno, asks)
 
@@ -242,7 +258,7 @@ def _of_choice(
     sides = (True, choice.body, choice.orelse), (False, choice.orelse, choice.body)
     found = [(truth, side, another) for truth, side, another in sides if isinstance(side, ROOTS)]
     if not found:
-        return "neither of the two is computed there"
+        return _of_names(choice, function, asks)
     for truth, side, another in found:
         if (wanted := _wanted(choice.test, asks, truth)) is None:
             continue
@@ -255,6 +271,25 @@ def _of_choice(
         body = replace(body, assigned=NOTHING, of_other=frozenset((VALUE,)), gives=gives, until=until)
         return _asked_in(body, choice.test, choice.lineno, asks)
     return ASKS_MORE
+
+
+def _of_names(choice: ast.IfExp, function: ast.FunctionDef, asks: tuple[str, tuple[int, int]]) -> Body | str:
+    """`x = a if mask.any() else b`: the name can be another one behind that."""
+    for one in ast.walk(function):
+        match one:
+            case ast.Assign([ast.Name(name)], value) if value is choice:
+                wanted = _wanted(choice.test, asks, True)
+                if wanted is None:
+                    return ASKS_MORE
+                body = _body([_nothing(one)], [_assigned(name, choice.orelse)], function, wanted, ends=set[type]())
+                if isinstance(body, str):
+                    return body
+                names = frozenset((name,))
+                body = replace(body, assigned=names, of_other=names, until=one.end_lineno or 0)
+                return _asked_in(body, choice.test, one.lineno, asks)
+            case _:
+                pass
+    return "neither of the two is computed there"
 
 
 def _is_name(one: ast.expr) -> bool:
@@ -331,6 +366,8 @@ def _body(
 def _around(function: ast.FunctionDef, first: ast.stmt, stored: Set[str]) -> str | None:
     """What of the function around it stands against a branch that assigns these names."""
     for one in ast.walk(function):
+        if isinstance(one, ast.Compare) and (name := _asked_which(one, stored)) is not None:
+            return f"the function asks which object {name!r} is, which it assigns"
         if isinstance(one, (ast.Global, ast.Nonlocal)) and stored & {*one.names}:
             return f"{min(stored & {*one.names})!r}, which it assigns, is no local variable"
         if isinstance(one, ast.Name) and one.id in READS_ALL:
@@ -339,6 +376,15 @@ def _around(function: ast.FunctionDef, first: ast.stmt, stored: Set[str]) -> str
         if isinstance(one, ast.Try) and one.handlers and _holds(one, place):
             return "it stands in a try, and what fails there may be caught"
     return None
+
+
+def _asked_which(one: ast.Compare, names: Set[str]) -> str | None:
+    """Which of some names stands in `a is b`, beside another thing than a constant."""
+    sides = [one.left, *one.comparators]
+    is_which = any(isinstance(order, (ast.Is, ast.IsNot)) for order in one.ops)
+    if not is_which or any(isinstance(part, ast.Constant) for part in sides):
+        return None
+    return next((part.id for part in sides if isinstance(part, ast.Name) and part.id in names), None)
 
 
 def _of_a_class(block: Sequence[ast.stmt]) -> str | None:

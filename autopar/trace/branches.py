@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autopar.errors import TraceError
 from autopar.trace.bodies import ASKS_MORE, VALUE, Body, body_of, turn_of
-from autopar.trace.converted import Branch, Converted
+from autopar.trace.converted import Branch, Converted, Merged
 from autopar.trace.effects import added_to, effect_of
 from autopar.trace.values import MISSING, is_installed, is_torchs
 
@@ -46,8 +46,14 @@ class Branches:
     others for one of these.
     """
 
-    def __init__(self, notes: list[str], mode: Any, calls: Sequence[Callable[..., Any]]) -> None:
-        self.tensors = Converted(notes, mode)
+    def __init__(
+        self,
+        notes: list[str],
+        mode: Any,
+        calls: Sequence[Callable[..., Any]],
+        tell: Callable[[str, Tensor], None],
+    ) -> None:
+        self.tensors = Converted(notes, mode, tell)
         self._mode, self._calls = mode, frozenset(one.__code__ for one in calls)  # type: ignore[attr-defined]
         self._begun: dict[tuple[int, tuple[int, int]], Branch] = {}  # by frame and place
         self._watched: dict[int, tuple[FrameType, Any]] = {}  # by id, and what traced their lines before
@@ -135,6 +141,7 @@ class Branches:
 
     def _goes_on(self, frame: FrameType, event: str, given: Any) -> Any:
         """Sees each line of the code that has asked, and lets names be what they are behind branches that it leaves."""
+        self.tensors.write_through(contextlib.nullcontext())
         held, now = frame.f_locals, dict[str, Any]()
         is_end, is_failing = event == "return", event == "exception" or (event == "return" and given is None)
         for key, one in [*reversed(self._begun.items())]:
@@ -185,7 +192,10 @@ class Branches:
                 with self.tensors.own():
                     return self.tensors.chosen(torch.full_like(old, new), old, branch.truth)
             case Tensor(), Tensor() if (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device):
-                return self.tensors.chosen(new, old, branch.truth)
+                self.tensors.check(new, [branch])
+                made = self.tensors.chosen(new, old, branch.truth)
+                self.tensors.merged.append(Merged(made, new, old, branch.truth))
+                return made
             case _:
                 what = "what it goes on with" if name == VALUE else repr(name)
                 raise TraceError(ASSIGNS.format(what, branch.where, f"it is {_told(new)}, and else {_told(old)}"))
@@ -217,6 +227,11 @@ class Branches:
         self._begun = kept
         return here
 
+    def sees(self) -> None:
+        """That a function of torch is called: which branches are left, what the last one has written to."""
+        self.here()
+        self.tensors.write_through(self._mode)
+
     def called(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
         """`Converted.called`, here."""
         return self.tensors.called(func, args, kwargs, self.here())
@@ -225,10 +240,10 @@ class Branches:
         """`Converted.of_rows`, here."""
         return self.tensors.of_rows(name, args, kwargs, self.here())
 
-    def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any, *, of_rows: bool) -> None:
         """`Converted.made`, here."""
         if here := self.here():
-            self.tensors.made(func, args, kwargs, result, here)
+            self.tensors.made(func, args, kwargs, result, here, of_rows)
 
     def guarded(self, rows: Picked) -> Picked:
         """`Converted.guarded`, here."""

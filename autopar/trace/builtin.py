@@ -98,7 +98,8 @@ def _float(number: Number) -> Number:
 def _int(number: Number) -> Number:
     if number.tensor.is_floating_point():
         number._checks.add(f"forward makes an int{line_here()} of what is no number", ~number.tensor.isfinite())
-    return Number(number.tensor.trunc().long(), number._checks)
+    whole = number.tensor.trunc() if number.tensor.is_floating_point() else number.tensor
+    return Number(whole.long(), number._checks)
 
 
 def _picking(python: Callable[..., Any], is_before: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:

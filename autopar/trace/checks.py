@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from autopar._compat import check_tensor_all_with
+from autopar.errors import TraceError
 from autopar.trace.asked import Arguments
 from autopar.trace.bodies import NO_IF
 from autopar.trace.branches import Branches
@@ -68,10 +69,11 @@ class Checks:
 
     def __init__(self, notes: list[str], arguments: Arguments, mode: Any, calls: Sequence[Callable[..., Any]]) -> None:
         self.notes = notes  # of the plan
-        self.branches = Branches(notes, mode, calls)
+        self.branches = Branches(notes, mode, calls, self._count)
         self.arguments = arguments
         self.instead = ""  # why what was asked last leads into no branch that only writes
         self.needed: Exception | None = None  # what was said where a number was needed that nobody has
+        self.refused: TraceError | None = None
         self.wrong: dict[str, Tensor] = {}
         self._each: dict[int, tuple[Tensor, Tensor, bool]] = {}  # id -> what `all` (true) or `any` gave, and of what
         self._counts: dict[int, Count] = {}  # numbers of rows that masks pick
@@ -82,14 +84,14 @@ class Checks:
         """`Origins.answer`."""
         return self.origins.answer(tensor)
 
-    def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """`func` gave `result`; call it behind every function of torch."""
-        self.branches.made(func, args, kwargs, result)
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any, *, of_rows: bool = False) -> None:
+        """`func` gave `result`; call it behind every function of torch. `of_rows`: which a mask picks."""
+        self.branches.made(func, args, kwargs, result, of_rows=of_rows)
         name = _name_of(func)
         if writes_in_place(getattr(func, "__name__", ""), kwargs):
             self._expected.clear(), self._each.clear()  # of what it may be, or look at
             return
-        if not isinstance(result, Tensor):
+        if not isinstance(result, Tensor) or of_rows:
             return
         if name in ("all", "any", "is_all_true") and len(args) == 1 and not kwargs:
             self._each[id(result)] = result, args[0], name != "any"
@@ -184,8 +186,17 @@ class Checks:
         """Say `told` in a call where some of these are true."""
         for branch in self.branches.here():
             wrong = wrong.bool() & branch.truth
-        count = wrong.detach().sum()
+        self._count(told, wrong.detach().sum())
+
+    def _count(self, told: str, count: Tensor) -> None:
         self.wrong[told] = self.wrong[told] + count if told in self.wrong else count
+
+    def __enter__(self) -> None:
+        """Around what may raise a TraceError, which code of the user's may catch: that is no exception of theirs."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self.refused is None and isinstance(error, TraceError):
+            self.refused = error
 
 
 def _name_of(func: Any) -> str:

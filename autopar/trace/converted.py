@@ -5,7 +5,8 @@ computed of them, is as if it went there only where the branch is taken.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -30,6 +31,10 @@ RAISES = (
     "forward calls {}{} {}, of whole tensors that hang on values: a program always goes in there, and where it would "
     "not, they need not be what that takes. Do that ahead of it, or of rows that the mask picks"
 )
+NOT_FINITE = (
+    "what forward reads{} {} is not finite in this call, which does not take it: gradients of zero would become NaN on "
+    "their way back. Compute it in the branch"
+)
 DRAWS = (
     "what forward draws in branches that are taken by values is drawn in every step: behind one that is not taken "
     "other numbers are drawn than by torch, on one process, too"
@@ -46,18 +51,7 @@ _LOOKS = """
 """
 LOOKS = frozenset(_LOOKS.split())
 READS = frozenset(("getitem", "setitem", "index_select", "gather", "index_add", "index_copy", "index_fill"))
-DRAWN = (
-    "rand",
-    "bernoulli",
-    "dropout",
-    "normal",
-    "multinomial",
-    "uniform",
-    "exponential",
-    "poisson",
-    "rrelu",
-    "gumbel",
-)
+DRAWN = re.compile("rand.*|.*dropout.*|bernoulli|normal|multinomial|uniform|exponential|poisson|rrelu|gumbel.*")
 FAILS = frozenset(("cholesky", "inverse", "inv", "inv_ex", "solve", "lstsq", "cholesky_inverse", "lu_factor"))
 DIVIDES = frozenset(("div", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "remainder", "fmod"))
 
@@ -77,6 +71,7 @@ class Branch:
     asked_at: int = 0  # of the code of its frame
     fresh: set[int | None] = field(default_factory=set[int | None])  # memory of what is made within
     gated: set[int | None] = field(default_factory=set[int | None])  # and of what gives nobody gradients who is outside
+    checked: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])  # of `Converted.check`
     reached: int = 0  # of the code of its frame
     of_rows: Tensor | None = None
     of_all: Tensor | None = None
@@ -96,13 +91,36 @@ class Branch:
         return WHERE.format(self.file, self.body.first[0])
 
 
+@dataclass
+class Merged:
+    """`made`, which is `new` where `truth`, else `old`, as one tensor under two names would be."""
+
+    made: Tensor
+    new: Tensor
+    old: Tensor
+    truth: Tensor
+    versions: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        self.see()
+
+    def see(self) -> None:
+        self.versions = [one._version for one in (self.made, self.new, self.old)]
+
+    @property
+    def written(self) -> list[bool]:
+        return [one._version != was for one, was in zip((self.made, self.new, self.old), self.versions, strict=True)]
+
+
 class Converted:
     """Those of one forward. `taken`: truths of each call, of which some are true where a branch is taken: one for each
     branch and way to write in it. They are nodes of their own, which what is written hangs on and nothing else does.
     """
 
-    def __init__(self, notes: list[str], mode: Any) -> None:
-        self.notes, self._mode = notes, mode  # of the plan; that sees all functions of torch
+    def __init__(self, notes: list[str], mode: Any, tell: Callable[[str, Tensor], None]) -> None:
+        self.notes, self._mode, self._tell = notes, mode, tell  # of the plan; that sees all functions of torch; checks
+        self.merged: list[Merged] = []
+        self._bad: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by id and version: how many are not finite
         self.taken: list[Tensor] = []
         self.free = set[int | None]()  # memory of parameters, buffers and what is made of these alone
         self.places: dict[int, Tensor] = {}  # by id: of turns of loops, and what is computed of these alone
@@ -139,12 +157,31 @@ class Converted:
         return [one.sum() for one in self.taken]
 
     def chosen(self, new: Tensor, old: Tensor, truth: Tensor) -> Tensor:
-        """The new one where that is true, else the old one, and so with gradients."""
-        with self.own():
+        """The new one where that is true, else the old one, and so with gradients, of which either has its own."""
+        with self.own(), torch.set_grad_enabled(torch.is_grad_enabled() or new.requires_grad or old.requires_grad):
             if not (new.is_floating_point() or new.is_complex()):
                 return torch.where(truth, new, old)
             is_new, is_old = self._counted(truth), self._counted(truth.logical_not())
             return torch.where(is_new, new, 0) + torch.where(is_old, old, 0)
+
+    def write_through(self, mode: contextlib.AbstractContextManager[Any]) -> None:
+        """What is written to what a name is behind a branch is written to what it stands for, and the other way round;
+        call it before every function. `mode`: within which functions are seen.
+        """
+        if self._is_own or not any(any(one.written) for one in self.merged):
+            return
+        with self.own(), mode:
+            for one in reversed(self.merged):
+                if one.written[0]:
+                    one.new.copy_(torch.where(one.truth, one.made, one.new))
+                    one.old.copy_(torch.where(one.truth, one.old, one.made))
+                    one.see()
+            for one in self.merged:
+                is_made, *is_other = one.written
+                if any(is_other) and not is_made:
+                    one.made.copy_(self.chosen(one.new, one.old, one.truth))
+            for one in self.merged:
+                one.see()
 
     @contextlib.contextmanager
     def own(self) -> Iterator[None]:
@@ -159,11 +196,11 @@ class Converted:
         """What a function of torch is called with in these branches; behind that what it gives, if it has been called
         here. Raises TraceError where it writes to what was there before a branch, and nobody can say what.
         """
-        if not here or self._is_own:
-            return args, kwargs
         name = str(getattr(func, "__name__", func))
+        if not here or self._is_own or name == "__get__":  # which computes nothing
+            return args, kwargs
         bare = name.strip("_")
-        if bare.startswith(DRAWN) and bare not in LOOKS and kwargs.get("training", True) and DRAWS not in self.notes:
+        if DRAWN.fullmatch(name.rstrip("_")) and kwargs.get("training", True) and DRAWS not in self.notes:
             self.notes.append(DRAWS)
         is_written = writes_in_place(name, kwargs)
         if func in STATISTICS:
@@ -179,6 +216,8 @@ class Converted:
             is_fresh = all(memory_of(before[0]) in branch.fresh for branch in here)
             if not (is_fresh and is_good):
                 return args, kwargs, self._write(func, before[0], args, kwargs, here, is_fresh)
+        for one in tensors_in((before, kwargs)):
+            self.check(one, here)
         pairs = zip(tensors_in((args, kwargs)), tensors_in((before, kwargs)), strict=True)
         self._given = [(one, one._version, stands_for) for one, stands_for in pairs]
         return args, kwargs
@@ -191,8 +230,25 @@ class Converted:
             func(new, *args[1:], **kwargs)
             if new.shape != target.shape:
                 raise TraceError(WRITES.format(line_here(), here[-1].where))
-            target.copy_(new if is_fresh else self.chosen(new, target, here[-1].truth))
+            with torch.set_grad_enabled(torch.is_grad_enabled()):
+                made = new if is_fresh else self.chosen(new, target, here[-1].truth)
+            target.copy_(made)
         return None if func is torch.Tensor.__setitem__ else target
+
+    def check(self, one: Tensor, here: Sequence[Branch]) -> None:
+        """Gradients of zero go on from a branch that is not taken to what was made ahead of it: no zeros, where that is
+        not finite.
+        """
+        branch = here[-1]
+        is_ahead = memory_of(one) not in branch.fresh and not self._is_free(one)
+        key = id(one), one._version
+        if not (is_ahead and one.requires_grad and one.is_floating_point()) or key in branch.checked:
+            return
+        branch.checked.add(key)
+        with self.own(), torch.no_grad():
+            if key not in self._bad:
+                self._bad[key] = one, one.detach().isfinite().logical_not().sum()
+            self._tell(NOT_FINITE.format(line_here(), branch.where), self._bad[key][1] * branch.truth.logical_not())
 
     def _refuse(self, written: Sequence[Tensor], here: Sequence[Branch]) -> None:
         for branch in here if written else ():
@@ -217,9 +273,9 @@ class Converted:
         """Arguments of a function of that name that are good where the branch is not taken, and have no gradients."""
 
         def gate(one: Any) -> Any:
-            if not isinstance(one, Tensor) or one.dtype == torch.bool or memory_of(one) in branch.gated:
+            if not isinstance(one, Tensor) or one.dtype == torch.bool or id(one) in self.places:
                 return one
-            if id(one) in self.places:
+            if memory_of(one) in branch.gated and not is_whole(one):  # whole numbers that were good may be moved
                 return one
             return self._where_taken(one, branch, 1 if not is_whole(one) or name.removeprefix("i") in DIVIDES else 0)
 
@@ -247,12 +303,12 @@ class Converted:
         with self.own():
             yield args, kwargs
 
-    def made(self, func: Any, args: Any, kwargs: Any, result: Any, here: Sequence[Branch]) -> None:
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any, here: Sequence[Branch], of_rows: bool) -> None:
         """A function of torch gave that, of these, in these branches; call it behind every one."""
         given, gives = tensors_in((args, kwargs)), tensors_in(args[0] if func is torch.Tensor.__setitem__ else result)
         if given and all(id(one) in self.places for one in given):
             self.places |= {id(one): one for one in gives}
-        if not self._is_own:
+        if not self._is_own and not of_rows:
             for one, version, stands_for in self._given:
                 if one._version != version:
                     self._refuse([stands_for], here)
@@ -261,10 +317,10 @@ class Converted:
                             stands_for.copy_(one)
             self._given = []
         memory = {*map(memory_of, gives)} - {None}
-        self.free = self.free | memory if all(map(self._is_free, given)) else self.free - memory
+        self.free = self.free | memory if not of_rows and all(map(self._is_free, given)) else self.free - memory
         floats = [one for one in given if one.is_floating_point()]
         for branch in here:
-            is_gated = branch.gated.issuperset(map(memory_of, floats))
+            is_gated = bool(floats) and not of_rows and branch.gated.issuperset(map(memory_of, floats))
             branch.gated = branch.gated | memory if is_gated else branch.gated - memory
             branch.fresh |= memory - ({*map(memory_of, given)} - branch.fresh)
 

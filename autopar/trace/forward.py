@@ -102,9 +102,12 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
             ):  # fmt: skip
                 returned = original(*args, **kwargs)
                 refuse_attributes(now, had)
+                watch.checks.branches.sees()
                 watch.reads_at.check(vars(returned))
                 now_there = registered(model)
                 watch.literals.may_be_written([now[name] for name in values if now_there.get(name) is not now[name]])
+            if watch.checks.refused is not None:  # and code of the user's has caught it
+                raise watch.checks.refused
             if any(isinstance(value, Picked) for value in pytree.tree_leaves(returned)):
                 raise TraceError(
                     "forward returns rows that a boolean mask picks, and how many there are depends on values; return "
@@ -147,56 +150,56 @@ class _Watch(TorchFunctionMode):
         self.data: dict[int, int] = {}  # id of what is detached -> id of what it is of
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(value, torch.Tensor) and self._is_from_outside(value) for value in leaves):
-            args, kwargs = self._without_gradient(func, args, kwargs or {})
-        if func in (torch.autograd.backward, torch.Tensor.backward):
-            raise TraceError(
-                f"forward calls backward{line_here()}, and a planned step adds up gradients once, behind forward: take "
-                "them by torch.autograd.grad there"
-            )
-        if func is torch.autograd.grad:
-            return self._gradients(args, kwargs or {})
-        kwargs = kwargs or {}
-        self.counting.sees(func, args, kwargs)
-        if func is torch.Tensor.requires_grad_ and id(args[0]) in self.buffers and not args[0].ndim:
-            return args[0]  # a zero that losses are added to (quantizers have one): nobody reads its gradient
-        if func == DATA.__set__ and self.data.get(id(args[1])) == id(args[0]):
-            return None  # behind `x.data += y`
-        if func == DATA.__set__ and self._may_be_set(*args):
-            self.reads_at.set_anew({made for made, of in self.data.items() if of == id(args[0])})
-            func, kwargs = torch.Tensor.copy_, {}
-        self._refuse_what_is_not_traced(func, args, kwargs)
-        args, kwargs = self._as_taken(func, args, kwargs)
-        func = REPLACED.get(func, func)
-        is_data = func == DATA.__get__
-        if is_data:
-            func = torch.Tensor.detach  # the same, but that autograd sees what is written to it
-        made = self.packing.answer(func, args) or kept_as_one(func, args, kwargs, self.checks)
-        if (made := made or checked(func, args, kwargs, self.checks)) is not None:
-            with self:
-                found = made()
-            return self.checks.branches.given(found)
-        written = None if any(isinstance(leaf, Picked) for leaf in leaves) else WRITTEN_OUT.get(func)
-        if (written := kept_as_loops(func, args) or written) is not None:
-            with self:
-                found = written(*args, **kwargs)
-            return self.checks.branches.given(found)
-        args, kwargs = self._with_places(func, args, kwargs)
-        if (answer := self.beside.answer(func, args)) is not None:
-            return answer
-        if (known := self._of_known(func, args, kwargs)) is not None:
-            return known
-        if (expected := self.checks.answer(func, args)) is not None:
-            return expected
-        if (number := self._taken_out(func, args)) is not None:
-            return number
-        if any(isinstance(leaf, Number) for leaf in pytree.tree_leaves((args, kwargs))):
-            return self.checks.branches.given(self._with_numbers(func, args, kwargs))
-        result = self._result(func, args, kwargs)
-        self._see(func, args, result, is_data)
-        self.results += self.taken.made_by(result, kwargs)
-        return self.checks.branches.given(result)
+        with self.checks:
+            leaves = pytree.tree_leaves((args, kwargs))
+            if any(isinstance(value, torch.Tensor) and self._is_from_outside(value) for value in leaves):
+                args, kwargs = self._without_gradient(func, args, kwargs or {})
+            if func in (torch.autograd.backward, torch.Tensor.backward):
+                raise TraceError(
+                    f"forward calls backward{line_here()}, and a planned step adds up gradients once, behind forward: "
+                    "take them by torch.autograd.grad there"
+                )
+            if func is torch.autograd.grad:
+                return self._gradients(args, kwargs or {})
+            self.counting.sees(func, args, kwargs := kwargs or {})
+            if func is torch.Tensor.requires_grad_ and id(args[0]) in self.buffers and not args[0].ndim:
+                return args[0]  # a zero that losses are added to (quantizers have one): nobody reads its gradient
+            if func == DATA.__set__ and self.data.get(id(args[1])) == id(args[0]):
+                return None  # behind `x.data += y`
+            if func == DATA.__set__ and self._may_be_set(*args):
+                self.reads_at.set_anew({made for made, of in self.data.items() if of == id(args[0])})
+                func, kwargs = torch.Tensor.copy_, {}
+            self._refuse_what_is_not_traced(func, args, kwargs)
+            args, kwargs = self._as_taken(func, args, kwargs)
+            func = REPLACED.get(func, func)
+            is_data = func == DATA.__get__
+            if is_data:
+                func = torch.Tensor.detach  # the same, but that autograd sees what is written to it
+            made = self.packing.answer(func, args) or kept_as_one(func, args, kwargs, self.checks)
+            if (made := made or checked(func, args, kwargs, self.checks)) is not None:
+                with self:
+                    found = made()
+                return self.checks.branches.given(found)
+            written = None if any(isinstance(leaf, Picked) for leaf in leaves) else WRITTEN_OUT.get(func)
+            if (written := kept_as_loops(func, args) or written) is not None:
+                with self:
+                    found = written(*args, **kwargs)
+                return self.checks.branches.given(found)
+            args, kwargs = self._with_places(func, args, kwargs)
+            if (answer := self.beside.answer(func, args)) is not None:
+                return answer
+            if (known := self._of_known(func, args, kwargs)) is not None:
+                return known
+            if (expected := self.checks.answer(func, args)) is not None:
+                return expected
+            if (number := self._taken_out(func, args)) is not None:
+                return number
+            if any(isinstance(leaf, Number) for leaf in pytree.tree_leaves((args, kwargs))):
+                return self.checks.branches.given(self._with_numbers(func, args, kwargs))
+            result = self._result(func, args, kwargs)
+            self._see(func, args, result, is_data)
+            self.results += self.taken.made_by(result, kwargs)
+            return self.checks.branches.given(result)
 
     def _of_known(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What `func` gives that asks tensors whose values are known; None where it asks others, or nothing. The values
@@ -308,7 +311,7 @@ class _Watch(TorchFunctionMode):
             self.checks.arguments.is_lazy = True
             if writes_in_place(getattr(func, "__name__", ""), kwargs):
                 self.literals.set_by_number(tensors_in(args[:1]))
-                self.checks.made(func, args, kwargs, rows)
+            self.checks.made(func, args, kwargs, rows, of_rows=True)
             return rows
         if func in LESS and id(args[0]) in self.uniform and isinstance(args[1], int | float) and args[1] <= 0:
             return torch.tensor(False)  # of what is drawn from [0, 1): a layer that is skipped with chance 0

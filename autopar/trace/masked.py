@@ -180,7 +180,7 @@ def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Ori
     """What `func` gives where it picks rows by a mask, or is asked of picked rows; None: neither. Raises TraceError."""
     name, of_rows = getattr(func, "__name__", ""), bool(_all_picked(args[:1]))
     is_tensor = bool(args) and isinstance(args[0], Tensor) and args[0].ndim > 0
-    origins.checks.branches.here()  # sees which are left
+    origins.checks.branches.sees()
     if name in ("gather", "index_select") and not of_rows and isinstance(args[-1], Picked) and not kwargs:
         return read_at(name, *args)
     if name in ("__getitem__", "__setitem__"):
@@ -271,8 +271,9 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`func` of picked rows. Raises TraceError for what is not done row by row."""
     name = _name_of(func)
     every = _all_picked((args, kwargs))
-    branches = every[0].origins.checks.branches
-    with branches.of_rows(name, args, kwargs) as (args, kwargs):
+    checks = every[0].origins.checks
+    branches = checks.branches
+    with checks, branches.of_rows(name, args, kwargs) as (args, kwargs):
         made = _applied(func, name, every, args, kwargs)
     return branches.given(made)
 

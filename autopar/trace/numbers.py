@@ -21,7 +21,7 @@ from autopar.errors import TraceError
 from autopar.trace.checks import Checks
 from autopar.trace.lines import NUMPY, line_here
 from autopar.trace.origins import tensors_in, writes_in_place
-from autopar.trace.reading import is_for_reading
+from autopar.trace.reading import is_asked, is_for_reading
 
 BINARY: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # of two numbers, and where one is a tensor
     "add": (operator.add, torch.add), "sub": (operator.sub, torch.sub), "mul": (operator.mul, torch.mul),
@@ -115,15 +115,17 @@ class Number:
         return Number(rounded if digits is not None and isinstance(self.like, float) else rounded.long(), self._checks)
 
     def __bool__(self) -> bool:
-        wanted = self._checks.asked(self.tensor, "__bool__", sys._getframe(1))
-        if wanted is None:
-            raise hangs(self._checks.instead)
-        return wanted
+        with self._checks:
+            wanted = self._checks.asked(self.tensor, "__bool__", sys._getframe(1))
+            if wanted is None:
+                raise hangs(self._checks.instead)
+            return wanted
 
     def _at_once(self, *_: Any) -> Any:
-        if (known := self._checks.of_arguments(self.tensor)) is None:
-            raise needed_now()
-        return int(known)
+        with self._checks:
+            if (known := self._checks.of_arguments(self.tensor)) is None:
+                raise needed_now()
+            return int(known)
 
     __int__ = __trunc__ = __floor__ = __ceil__ = _at_once
 
@@ -223,7 +225,9 @@ for _name in (*BINARY, *COMPARED):
 
 
 def written(checks: Checks) -> str:
-    """What stands for a value in text, with a note beside the plan."""
+    """What stands for a value in text, with a note beside the plan. Raises TraceError where that is asked for."""
+    if is_asked():
+        raise hangs()
     if (told := WRITTEN.format(line_here())) not in checks.notes:
         checks.notes.append(told)
     return TEXT

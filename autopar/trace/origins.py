@@ -66,6 +66,10 @@ class Looks(Protocol):
 
     def ask_for_rows(self, some: torch.Tensor, rows: int, frame: FrameType) -> bool: ...
 
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None: ...
+
 
 def memory_of(tensor: torch.Tensor) -> int | None:
     """Which memory a tensor lies in. None: that is not known, as inside `torch.vmap`."""

@@ -32,6 +32,24 @@ def is_identity_asked() -> bool:
     return frame is None or _asks_identity(frame.f_code)
 
 
+def is_asked() -> bool:
+    """Whether the user's code compares what it makes now, or goes on by it."""
+    frame = _users()
+    return frame is not None and _is_asked(frame.f_code, frame.f_lasti)
+
+
+@lru_cache(maxsize=1024)
+def _is_asked(code: CodeType, at: int) -> bool:
+    line, _, column, _ = next(itertools.islice(code.co_positions(), at // 2, None))
+    tree = tree_of(code.co_filename)
+    if line is None or column is None or tree is None:
+        return False
+    found = (one for one in ast.walk(tree) if isinstance(one, (ast.If, ast.While, ast.IfExp, ast.Compare)))
+    tests = (one if isinstance(one, ast.Compare) else one.test for one in found)
+    place = line, column
+    return any((one.lineno, one.col_offset) <= place < (one.end_lineno or 0, one.end_col_offset or 0) for one in tests)
+
+
 def _users() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and is_torchs_code(frame.f_code):

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
 from autopar import TraceError
+from autopar.errors import CheckFailed
 from tests.support.assigning import FORMS, STEPS
 from tests.support.branching import Experts, Form, Layer, both_backward, tokens
 
@@ -98,6 +99,27 @@ def given_as_out(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Ten
     return out
 
 
+def asks_which(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    y = x
+    if (chosen == 0).any():
+        y = x * 2
+    return x if y is x else y
+
+
+def what_fails_is_caught(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    try:
+        if (chosen == 0).any():
+            x = layer.experts[0](x)
+    except Exception:
+        x = x * 0
+    return x
+
+
+def asks_by_text(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    count = (chosen == 0).sum().item()
+    return x if f"{count}" == "0" else x * 2
+
+
 def _twice(x: Tensor) -> Tensor:
     made = x * 2
     return made
@@ -140,6 +162,9 @@ NOT = {
     list_of_an_else: "forward assigns 'parts' in .* where it is a list, and else a list",
     asks_one_of_two: "its condition asks several things",
     two_and_an_else: "its condition asks several things, and something else is done where it is not taken",
+    asks_which: "the function asks which object 'y' is, which it assigns",
+    what_fails_is_caught: "it stands in a try, and what fails there may be caught",
+    asks_by_text: "which way forward goes depends on values at .*count",
     chooses_names: "neither of the two is computed there",
     returns_what_another_makes: "what forward goes on with in a branch .* is chosen behind it, and nobody can see",
     returns_by_what_is_known: "what forward goes on with in a branch .* is chosen behind it, and nobody can see",
@@ -157,3 +182,35 @@ def test_what_they_cannot_be_is_told(one: DeviceMesh, form: Form) -> None:
     with pytest.raises(TraceError, match=NOT[form]):
         autopar.compile(Experts(form).double(), one)(*tokens((0, 1), 0))
     assert sys.gettrace() is before and gc.isenabled()
+
+
+def drops(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    h = torch.nn.functional.normalize(layer.experts[0](x))
+    if (chosen == 0).any():
+        h = torch.nn.functional.dropout(h, 0.5)
+    return h
+
+
+def test_a_note_says_that_draws_are_drawn_in_every_step(one: DeviceMesh) -> None:
+    for form, notes in ((drops, 1), (FORMS["adds_a_loss"], 0)):
+        parallel = autopar.compile(Experts(form).double(), one)
+        parallel(*tokens((0, 1), 0))
+        (prepared,) = parallel._autopar.prepared()
+        assert sum("is drawn in every step" in note for note in prepared.plan.notes) == notes
+
+
+def divided_ahead(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    mask, loss = chosen == 0, x.square().mean()
+    mean = (layer.experts[0](x).mean(-1) * mask).sum() / mask.sum()
+    if mask.any():
+        loss = loss + mean
+    return loss
+
+
+def test_what_is_made_ahead_of_a_branch_has_to_be_finite(one: DeviceMesh) -> None:
+    """Where that is not taken torch has no gradient there, and zeros would become NaN on their way."""
+    plain = Experts(divided_ahead).double()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    both_backward(plain, parallel, ((0, 1), (0,)))
+    with pytest.raises(CheckFailed, match="is not finite in this call, which does not take it"):
+        parallel(*tokens((1,), 0))

@@ -34,7 +34,9 @@ class FromOutside(Net):
 
 class Depends(Net):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if self.layers(x).sum() > 0 else -x)
+        for _ in range(int((self.layers(x) > 0).sum())):
+            x = x * 0.9
+        return super().forward(x)
 
 
 def _batch(n: int) -> Batch:

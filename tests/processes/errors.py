@@ -114,7 +114,7 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         made = self.inner(x)
-        if made.sum() > 0:  # this line
+        while made.sum() > 0:  # this line
             made = made * 2
         return made.sum()
 

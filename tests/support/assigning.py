@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
+from tests.support import returning
 from tests.support.branching import COUNT, Form, Layer
 
 STEPS = ((0, 1, 2, 3), (1,), (3, 0), (2,))  # the experts that have tokens
@@ -240,108 +241,46 @@ def inverse_ahead(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Te
     return out + layer.experts[1](x)
 
 
-def returns_another(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    mask = chosen == 1
-    if not mask.any():
-        return layer.experts[0](x).sum() * 0.25
-    rows = layer.experts[1](x[mask])
-    return functional.smooth_l1_loss(rows, x[mask].sin())
+def names_what_it_asks(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    if (count := (chosen == 0).sum()) > 0:
+        x = x + layer.experts[0](x).sum() / count
+    made = layer.experts[1](x)
+    kept = x if (chosen == 1).any() else made
+    if (chosen == 2).any():
+        kept = kept.clone()
+        kept[chosen == 2] = layer.experts[2](x[chosen == 2])
+    return kept
 
 
-def returns_in_turn(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    first, out = (chosen == 0).any(), x * 0.5
-    if first:
-        out += 1.5
-        more = layer.experts[1](x).tanh()
-        return out + more
-    if (chosen == 3).sum() == 0:
-        return out / scores.sum()
-    if layer.training:
-        out = out * 2
-    last = layer.experts[2](out)
-    return (
-        last.square()
-        .mul(out)
-    )  # fmt: skip
+def under_two_names(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    """What is written to behind a branch is what it was ahead of it, where that is not taken."""
+    first = x * 2
+    h = seen = first
+    if (chosen == 0).any():
+        h = layer.experts[0](first.clone())
+    h.mul_(2)
+    h += 1
+    rows = h[:2]
+    if (chosen == 1).any():
+        rows = rows * 2
+    rows[0] = 3.0
+    first.mul_(0.5)
+    return h + seen + rows.sum()
 
 
-def returns_two(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    loss, correct = _pair(layer, x, chosen == 1)
-    other, _ = _pair(layer, x, chosen == 2)
-    return x + loss * correct + other
+def without_gradient(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    h = layer.experts[0](x)
+    with torch.no_grad():
+        if (chosen == 0).any():
+            h = h * 2
+    return layer.experts[1](h)
 
 
-def _pair(layer: Layer, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    if mask.sum() == 0:
-        return x.sum() * 0.0, x.new_zeros(())
-    rows = layer.experts[1](x[mask])
-    loss = rows.square().mean()
-    correct = (rows > 0).double().mean()
-    return loss, correct
-
-
-def returns_zeros(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    def run(number: int) -> Tensor:
-        mask = chosen == number
-        if not mask.any():
-            return torch.zeros_like(x)
-        out, parts = torch.zeros_like(x), []
-        out[mask] = layer.experts[number](x[mask])
-        for part in out.chunk(2, -1):
-            parts.append(part * 2)
-        out[0] = torch.cat(parts, -1)[1]
-        return out
-
-    return sum((run(number) for number in range(COUNT)), torch.zeros_like(x))
-
-
-def copies_rows(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for number, expert in enumerate(layer.experts):
-        (rows,) = torch.where(chosen == number)
-        if len(rows) == 0:
-            continue
-        out = out.index_copy(0, rows, expert(x[rows]) * scores[rows, number, None])
-    return out
-
-
-def chooses(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    mask = chosen == 0
-    loss = layer.experts[0](x[mask]).square().mean() if mask.any() else x.new_zeros(())
-    loss = loss + (x if not mask.any() else (x * loss).tanh()).mean()
-    loss += layer.experts[2](x).mul(2).sum() if layer.training and (chosen == 2).any() else loss
-    return x * functional.relu(loss) if (chosen == 1).any() else x + _either(layer, x, chosen)
-
-
-def _either(layer: Layer, x: Tensor, chosen: Tensor) -> Tensor:
-    return layer.experts[1](x[chosen == 1]).sum(0) / (chosen == 1).sum() if (chosen == 1).any() else x[0]
-
-
-class Skipped(nn.Module):
-    """A layer that is left out at random, as a module that returns early."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and torch.rand(1).item() < 0.4:
-            return x
-        return x + self.inner(x)
-
-
-def skips_layers(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    for expert in layer.experts:
-        x = Skipped(expert)(x)
-    return x
-
-
-def returned(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    mask, out = chosen == 0, torch.zeros_like(x)
-    if not mask.any():
-        return x
-    out[mask] = x[mask]
-    return out
+def places_made_ahead(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    h, place = layer.experts[0](x), chosen * 9 - 9
+    if (place >= 0).all() and (place < 6).all():
+        h = h + h.gather(1, place[:, None])
+    return h * int((chosen == 3).any()) + h
 
 
 def _beside(form: Form) -> Form:
@@ -354,8 +293,11 @@ FORMS: dict[str, Form] = {
     for one in (
         adds_a_loss, adds_in_place, from_a_number, has_an_else, has_an_elif, one_behind_another, within_one_another,
         nothing_to_divide_by, asks_several, returns_early, kept_truth, skips_at_random, written_as_a_whole,
-        returns_zeros, copies_rows, returned, returns_another, returns_in_turn, returns_two, chooses, skips_layers,
-        loops_over_hits, name_outside, another_else, of_another_turn, several, in_place, at_a_place, mean_of_masked,
-        of_infinite, at_a_counted_place, added_to_behind, inverse_ahead,
+        names_what_it_asks, under_two_names, without_gradient, places_made_ahead, loops_over_hits, name_outside,
+        another_else, of_another_turn, several, in_place, at_a_place, mean_of_masked, of_infinite,
+        at_a_counted_place, added_to_behind, inverse_ahead, returning.returns_either_way,
+        returning.returns_a_name_either_way, returning.returns_zeros, returning.copies_rows, returning.returned,
+        returning.returns_another, returning.returns_in_turn, returning.returns_two, returning.chooses,
+        returning.skips_layers,
     )
 }  # fmt: skip

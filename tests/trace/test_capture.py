@@ -204,14 +204,14 @@ def test_control_flow_on_values_is_refused_with_its_line() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.linear(x)
-            if y.sum() > 0:  # refused
+            while y.sum() > 0:  # refused
                 y = -y
             return y.sum()
 
     with pytest.raises(TraceError) as refused:
         capture(Branching(), (torch.randn(4, 8),), {})
     told = Path(__file__).read_text().splitlines()
-    line = next(n for n, text in enumerate(told, 1) if text.strip().startswith("if y.sum()"))
+    line = next(n for n, text in enumerate(told, 1) if text.strip().startswith("while y.sum()"))
     assert f"test_capture.py:{line} " in str(refused.value), str(refused.value)
     assert "Leave what is asked a tensor (torch.where" in str(refused.value)
 
@@ -290,5 +290,5 @@ def test_a_layer_that_is_skipped_with_no_chance_at_all_is_not_control_flow() -> 
         graph = normalise(lower(capture(Skipping(chance), (x,), {})))
         products = [node for node in graph.nodes if node.op == "autopar.einsum"]
         assert len(products) == 3 + 3 + 2  # forward, gradients of the weights, gradients between the layers
-    with pytest.raises(TraceError, match=r"depends on values at .*test_capture.*torch.rand\(\[\]\) < self"):
-        capture(Skipping(0.1), (x,), {})
+    graph = normalise(lower(capture(Skipping(0.1), (x,), {})))
+    assert any(node.op == "aten.where.self" for node in graph.nodes)  # as each draw says
