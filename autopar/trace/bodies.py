@@ -58,10 +58,15 @@ class Body:
     gives: frozenset[int] = frozenset()
     is_rest: bool = False
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether something is to be done when its code goes on behind it."""
+        return bool(self.assigned or self.gives or self.is_joint or self.is_rest)
+
 
 @lru_cache(maxsize=1024)
 def body_of(code: CodeType, at: int) -> Body | str:
-    """The branch whose condition is asked at this place of the code, of which nothing stays but writes; or why it is
+    """The branch whose condition is asked at this place of the code, of which nothing stays but tensors; or why it is
     none. Of `len(rows)` what is asked is whether there are any.
     """
     function, opname, place = _asks(code, at)
@@ -86,9 +91,8 @@ def turn_of(code: CodeType, at: int) -> Body | str:
         if any(isinstance(part, SEVERAL) for part in ast.walk(loop.iter)):
             continue
         if place in ((loop.lineno, loop.col_offset), (loop.iter.lineno, loop.iter.col_offset)):
-            return _body(
-                loop.body, [], function, ends={ast.Continue}, known={name.id for name in stored_in([loop.target])}
-            )
+            known = {name.id for name in stored_in([loop.target])}
+            return _body(loop.body, [], function, ends={ast.Continue}, known=known)
     return "no for goes over them alone"
 
 

@@ -119,7 +119,7 @@ class Branches:
             before |= self._run(body, frame, is_seen=is_seen)
         alone = None if earlier is not None else rows
         self._begun[key] = Branch(frame, body, file, is_taken, alone, before, frame.f_lasti)
-        if body.assigned or body.is_joint or body.gives or body.is_rest:
+        if body.is_watched:
             self._watched.setdefault(id(frame), (frame, frame.f_trace))
             frame.f_trace = self._goes_on
         return None
@@ -137,7 +137,7 @@ class Branches:
         code = compile(ast.Module([*body.other], []), frame.f_code.co_filename, "exec", dont_inherit=True)
         with self._mode if is_seen else contextlib.nullcontext():
             exec(code, held)
-        return {name: held[name] for name in body.of_other}
+        return {name: held.get(name, MISSING) for name in body.of_other}
 
     def _goes_on(self, frame: FrameType, event: str, given: Any) -> Any:
         """Sees each line of the code that has asked, and lets names be what they are behind branches that it leaves."""
@@ -221,8 +221,8 @@ class Branches:
             is_there = one.frame is None or id(one.frame) in running
             if is_there and one.is_running:
                 here.append(one)
-            # What is left may be gone into again, by a truth that is known; names are assigned when its code goes on.
-            if is_there and (here[-1:] == [one] or one.body.assigned or one.body.is_joint):
+            # What is left may be gone into again, by a truth that is known; what is watched ends when its code goes on.
+            if is_there and (here[-1:] == [one] or one.body.is_watched):
                 kept[key] = one
         self._begun = kept
         return here

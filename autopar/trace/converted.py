@@ -125,9 +125,7 @@ class Converted:
         self.free = set[int | None]()  # memory of parameters, buffers and what is made of these alone
         self.places: dict[int, Tensor] = {}  # by id: of turns of loops, and what is computed of these alone
         self._is_own = False  # what is computed now
-        self._given: list[
-            tuple[Tensor, int, Tensor]
-        ] = []  # what a function gets now, its version, and for what it stands
+        self._given: list[tuple[Tensor, int, Tensor]] = []  # to a function: its version, and what it stands for
 
     def guarded(self, rows: Picked, here: Sequence[Branch]) -> Picked:
         """The same rows, as they are written to in these branches: of no call that does not take them."""

@@ -136,6 +136,19 @@ def returns_what_another_makes(layer: Layer, x: Tensor, scores: Tensor, chosen: 
     return _twice(x)
 
 
+def goes_on_with_what_another_makes(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    return x + (_twice(x) if (chosen == 0).any() else x + 1) * layer.experts[0](x)
+
+
+def assigned_by_what_is_known(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    if (chosen == 0).any():
+        h = x * 2
+    else:
+        if not layer.training:
+            h = x
+    return h
+
+
 def returns_by_what_is_known(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
     if (chosen == 0).any():
         return x
@@ -167,6 +180,8 @@ NOT = {
     asks_by_text: "which way forward goes depends on values at .*count",
     chooses_names: "neither of the two is computed there",
     returns_what_another_makes: "what forward goes on with in a branch .* is chosen behind it, and nobody can see",
+    goes_on_with_what_another_makes: "what forward goes on with in a branch .* is chosen behind it, and nobody can see",
+    assigned_by_what_is_known: "forward assigns 'h' in .* a tensor of shape .*, and else not assigned",
     returns_by_what_is_known: "what forward goes on with in a branch .* is chosen behind it, and nobody can see",
     one_of_them_nothing: "forward assigns what it goes on with in .* a tensor of shape .*, and else a NoneType",
     returns_what_it_names: "as it assigns a name there",
