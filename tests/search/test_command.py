@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 FACTORIES = """
 class Branching(Tiny):
     def forward(self, x, y):
-        if super().forward(x, y) > 0:  # depends on values
+        while super().forward(x, y) > 0:  # depends on values
             x = -x
         return super().forward(x, y)
 
@@ -261,7 +261,7 @@ WANTED = "it must return (model, args) or (model, args, kwargs)"
         ("tiny.py:bare_tensor", "a Tensor in the place of args, a tuple; for one input, write (model, (x,))"),
         ("tiny.py:listed", "tiny.py:listed returned a list in the place of kwargs, a dict by argument name"),
         ("tiny.py:one_input", "inputs that Tiny.forward does not take: missing a required argument: 'y'"),
-        ("tiny.py:branching", "tiny.py:16 (if super().forward(x, y) > 0:"),
+        ("tiny.py:branching", "tiny.py:16 (while super().forward(x, y) > 0:"),
     ],
 )
 def test_a_model_that_cannot_be_had_is_told(
