@@ -153,7 +153,7 @@ def check_a_model_that_cannot_be_captured(ranks: Ranks) -> None:
     parallel = autopar.compile(plain, ranks.mesh(), hardware=FAST)
     refused(
         TraceError,
-        r"depends on values at .*errors\.py:\d+ \(if made.sum\(\) > 0: +# this line\)",
+        r"depends on values at .*errors\.py:\d+ \(while made.sum\(\) > 0: +# this line\)",
         lambda: parallel(batch()["x"]),
     )
     assert isinstance(parallel, Branching) and isinstance(parallel, autopar.ParallelModule)
