@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from autopar.trace.assigned import BLOCKS, Left, Seen, left_behind, seen_outside, stored_in
 from autopar.trace.effects import effect_in, own_of
-from autopar.trace.reading import tree_of
+from autopar.trace.reading import holds, tree_of
 
 Kind = TypeVar("Kind", bound=ast.stmt)
 NOTHING = frozenset[str]()
@@ -73,9 +73,9 @@ def body_of(code: CodeType, at: int) -> Body | str:
     if function is None:
         return NO_SOURCE
     for around, block, branch in _statements(function, ast.If):
-        if _holds(branch.test, place):
+        if holds(branch.test, place):
             return _of(branch, around, block, function, code, (opname, place))
-    choices = [one for one in ast.walk(function) if isinstance(one, ast.IfExp) and _holds(one.test, place)]
+    choices = [one for one in ast.walk(function) if isinstance(one, ast.IfExp) and holds(one.test, place)]
     if not choices:
         return NO_IF
     return _of_choice(max(choices, key=lambda one: (one.lineno, one.col_offset)), function, code, (opname, place))
@@ -106,7 +106,7 @@ def _asks(code: CodeType, at: int) -> tuple[ast.FunctionDef | None, str, tuple[i
     if tree is None or where is None or where.lineno is None or where.col_offset is None:
         return None, asks.opname, (0, 0)
     place = where.lineno, where.col_offset
-    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and _holds(one, place)]
+    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and holds(one, place)]
     return max(functions, key=lambda one: one.lineno, default=None), asks.opname, place
 
 
@@ -114,10 +114,6 @@ def _asks(code: CodeType, at: int) -> tuple[ast.FunctionDef | None, str, tuple[i
 def places_of(code: CodeType) -> tuple[tuple[int, int], ...]:
     """Where each instruction of a code stands in its file: (line, column)."""
     return tuple((line or 0, column or 0) for line, _, column, _ in code.co_positions())
-
-
-def _holds(part: ast.expr | ast.stmt, place: tuple[int, int]) -> bool:
-    return (part.lineno, part.col_offset) <= place < (part.end_lineno or 0, part.end_col_offset or 0)
 
 
 def _statements(function: ast.FunctionDef, kind: type[Kind]) -> Iterator[tuple[ast.AST, list[ast.stmt], Kind]]:
@@ -143,8 +139,8 @@ def _wanted(test: ast.expr, asks: tuple[str, tuple[int, int]], truth: bool) -> b
         case ast.UnaryOp(ast.Not(), operand):
             return _wanted(operand, asks, not truth)
         case ast.BoolOp(op, values) if isinstance(op, ast.And) == truth:
-            return next((_wanted(value, asks, truth) for value in values if _holds(value, place)), None)
-        case ast.BoolOp(values=[*_, last]) if _holds(last, place):  # of which all others say nothing
+            return next((_wanted(value, asks, truth) for value in values if holds(value, place)), None)
+        case ast.BoolOp(values=[*_, last]) if holds(last, place):  # of which all others say nothing
             return _wanted(last, asks, truth)
         case _:
             pass
@@ -204,7 +200,7 @@ def _behind(block: Sequence[ast.stmt], branch: ast.If) -> list[ast.stmt] | None:
 
 def _asked_in(body: Body, test: ast.expr, line: int, asks: tuple[str, tuple[int, int]]) -> Body:
     joint = [part for part in ast.walk(test) if isinstance(part, ast.BoolOp)]
-    is_last = all(not _holds(value, asks[1]) for part in joint for value in part.values[:-1])
+    is_last = all(not holds(value, asks[1]) for part in joint for value in part.values[:-1])
     return replace(body, line=line, is_joint=bool(joint), is_last=is_last)
 
 
@@ -376,8 +372,7 @@ def _around(function: ast.FunctionDef, first: ast.stmt, stored: Set[str]) -> str
             return f"{min(stored & {*one.names})!r}, which it assigns, is no local variable"
         if isinstance(one, ast.Name) and one.id in READS_ALL:
             return f"the function calls {one.id}()"
-        place = first.lineno, first.col_offset
-        if isinstance(one, ast.Try) and one.handlers and _holds(one, place):
+        if isinstance(one, ast.Try) and one.handlers and holds(one, (first.lineno, first.col_offset)):
             return "it stands in a try, and what fails there may be caught"
     return None
 

@@ -108,7 +108,7 @@ class Branches:
             if not isinstance(value, (Tensor, int, float)) and name not in body.of_other:
                 return NO_TENSOR.format(name)
         self._look()
-        around = [self.tensors.truth(one.truth) for one in (*self.here()[-1:], earlier) if one is not None]
+        around = [one.truth for one in (*self.here()[-1:], earlier) if one is not None]
         truth = self.tensors.truth(asked)
         is_taken, is_not = (truth, truth.logical_not())[:: 1 if body.wanted else -1]
         for other in around:

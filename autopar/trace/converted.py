@@ -228,9 +228,7 @@ class Converted:
             func(new, *args[1:], **kwargs)
             if new.shape != target.shape:
                 raise TraceError(WRITES.format(line_here(), here[-1].where))
-            with torch.set_grad_enabled(torch.is_grad_enabled()):
-                made = new if is_fresh else self.chosen(new, target, here[-1].truth)
-            target.copy_(made)
+            target.copy_(new if is_fresh else self.chosen(new, target, here[-1].truth))
         return None if func is torch.Tensor.__setitem__ else target
 
     def check(self, one: Tensor, here: Sequence[Branch]) -> None:

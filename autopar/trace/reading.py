@@ -46,8 +46,12 @@ def _is_asked(code: CodeType, at: int) -> bool:
         return False
     found = (one for one in ast.walk(tree) if isinstance(one, (ast.If, ast.While, ast.IfExp, ast.Compare)))
     tests = (one if isinstance(one, ast.Compare) else one.test for one in found)
-    place = line, column
-    return any((one.lineno, one.col_offset) <= place < (one.end_lineno or 0, one.end_col_offset or 0) for one in tests)
+    return any(holds(one, (line, column)) for one in tests)
+
+
+def holds(part: ast.expr | ast.stmt, place: tuple[int, int]) -> bool:
+    """Whether what is at that line and column stands in it."""
+    return (part.lineno, part.col_offset) <= place < (part.end_lineno or 0, part.end_col_offset or 0)
 
 
 def _users() -> FrameType | None:
