@@ -7,7 +7,11 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.trace.entries import is_entry
+from autopar.trace.reading import holds
+
 LATER = (ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.GeneratorExp)
+READS_ALL = ("locals", "vars", "eval", "exec")
 BLOCKS = ("body", "orelse", "finalbody", "handlers")
 
 
@@ -29,25 +33,28 @@ class _Statement:
     """
 
     reads: list[ast.AST]
+    appends: list[str] = field(default_factory=list[str])
     targets: list[ast.expr] = field(default_factory=list[ast.expr])
     writes: list[ast.expr] = field(default_factory=list[ast.expr])
     blocks: list[tuple[list[ast.stmt], set[str]]] = field(default_factory=list[Any])
 
 
-def _read(one: ast.stmt, ends: Set[type], own: Set[str]) -> _Statement | None:
+def _read(one: ast.stmt, ends: Set[type], left: Left) -> _Statement | None:
     """None: nobody knows what it leaves behind."""
     match one:
         case ast.Continue() | ast.Return() if type(one) in ends:
             return _Statement([one])
         case ast.Assign(targets):
-            return _Statement([one], [part for target in targets for part in _parts(target)])
+            return _Statement([one], targets=[part for target in targets for part in _parts(target)])
         case ast.AnnAssign(target) | ast.AugAssign(target):
-            return _Statement([one], [target])
+            return _Statement([one], targets=[target])
         case ast.Expr(ast.Call(ast.Attribute(base, method))) if method.endswith("_"):
             while isinstance(base, ast.Call) and isinstance(base.func, ast.Attribute) and base.func.attr.endswith("_"):
                 base = base.func.value  # `x.mul_(2).add_(1)`
             return _Statement([one], writes=[base])
-        case ast.Expr(ast.Call(ast.Attribute(ast.Name(name)))) if name in own:  # `parts.append(x)`
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append"))) if name in left.lists:
+            return _Statement([one], appends=[name])
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name(name)))) if name in left.own:  # `parts.append(x)`
             return _Statement([one])
         case ast.Expr(ast.Constant()) | ast.Pass() | ast.Assert():
             return _Statement([one])
@@ -64,13 +71,17 @@ def _read(one: ast.stmt, ends: Set[type], own: Set[str]) -> _Statement | None:
 @dataclass
 class Left:
     """What statements leave behind, of which `stored` are the names that they assign, `own` those of what they make
-    themselves: `bases` gets what they write to, `early` names that may be read before they are assigned there.
+    themselves, `lists` of lists that may be appended to: `bases` gets what they write to, `early` names that may be
+    read before they are assigned there, `appended` lists that they append to, `entries` what they assign of objects.
     """
 
     stored: Set[str]
     own: Set[str]
+    lists: Set[str]
     bases: list[ast.expr] = field(default_factory=list[ast.expr])
     early: set[str] = field(default_factory=set[str])
+    appended: set[str] = field(default_factory=set[str])
+    entries: list[ast.expr] = field(default_factory=list[ast.expr])
 
 
 def left_behind(block: Sequence[ast.stmt], known: Set[str], left: Left, ends: Set[type]) -> set[str] | str:
@@ -79,7 +90,7 @@ def left_behind(block: Sequence[ast.stmt], known: Set[str], left: Left, ends: Se
     """
     known = {*known}
     for one in block:
-        if (told := _read(one, ends, left.own)) is None:
+        if (told := _read(one, ends, left)) is None:
             return f"{ast.unparse(one).splitlines()[0]!r} stands in it"
         for name in _loads(told.reads):
             if name.id in left.stored - known:
@@ -99,10 +110,13 @@ def left_behind(block: Sequence[ast.stmt], known: Set[str], left: Left, ends: Se
                 case ast.Subscript(ast.Name(name)) if name in known:
                     if name not in left.own:
                         return f"it writes to parts of {name!r}, which it makes itself"
+                case ast.Subscript() | ast.Attribute() if is_entry(target, left.stored):
+                    left.entries.append(target)
                 case ast.Subscript(base):
                     left.bases.append(base)
                 case _:
                     return f"it assigns {ast.unparse(target)}"
+        left.appended |= {*told.appends} - known
         left.bases += [base for base in told.writes if not (isinstance(base, ast.Name) and base.id in known)]
     return known
 
@@ -173,3 +187,35 @@ def _targets(one: ast.stmt) -> list[ast.expr]:
 
 def _parts(target: ast.expr) -> list[ast.expr]:
     return target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+
+
+def against(function: ast.FunctionDef, first: ast.stmt, stored: Set[str]) -> str | None:
+    """What of the function around it stands against a branch that assigns these names."""
+    for one in ast.walk(function):
+        if isinstance(one, ast.Compare) and (name := _asked_which(one, stored)) is not None:
+            return f"the function asks which object {name!r} is, which it assigns"
+        if isinstance(one, (ast.Global, ast.Nonlocal)) and stored & {*one.names}:
+            return f"{min(stored & {*one.names})!r}, which it assigns, is no local variable"
+        if isinstance(one, ast.Name) and one.id in READS_ALL:
+            return f"the function calls {one.id}()"
+        if isinstance(one, ast.Try) and one.handlers and holds(one, (first.lineno, first.col_offset)):
+            return "it stands in a try, and what fails there may be caught"
+    return None
+
+
+def _asked_which(one: ast.Compare, names: Set[str]) -> str | None:
+    """Which of some names stands in `a is b`, beside another thing than a constant."""
+    sides = [one.left, *one.comparators]
+    is_which = any(isinstance(order, (ast.Is, ast.IsNot)) for order in one.ops)
+    if not is_which or any(isinstance(part, ast.Constant) for part in sides):
+        return None
+    return next((part.id for part in sides if isinstance(part, ast.Name) and part.id in names), None)
+
+
+def of_a_class(block: Sequence[ast.stmt]) -> str | None:
+    """A name in statements that only code within its class can read."""
+    for one in (one for statement in block for one in ast.walk(statement)):
+        name = one.id if isinstance(one, ast.Name) else one.attr if isinstance(one, ast.Attribute) else ""
+        if name in ("super", "__class__") or (name.startswith("__") and not name.endswith("__")):
+            return name
+    return None

@@ -13,7 +13,8 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any, TypeVar
 
-from autopar.trace.assigned import BLOCKS, Left, Seen, left_behind, seen_outside, stored_in
+from autopar.trace.appended import appended_to, lists_of
+from autopar.trace.assigned import BLOCKS, Left, Seen, against, left_behind, of_a_class, seen_outside, stored_in
 from autopar.trace.effects import effect_in, own_of
 from autopar.trace.reading import holds, tree_of
 
@@ -22,12 +23,15 @@ NOTHING = frozenset[str]()
 SEVERAL = (  # what may ask more than once, or not at all
     ast.BoolOp, ast.IfExp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda,
 )  # fmt: skip
-READS_ALL = ("locals", "vars", "eval", "exec")
 ROOTS = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Subscript, ast.Compare)  # what gives something new, if they do
 VALUE = ".value"  # a name that nobody has
 OF_A_FRAME = (ast.Continue, ast.Break, ast.Return, ast.Yield, ast.YieldFrom, ast.Await)
 ASKS_MORE = "its condition asks several things"
 NO_IF = "no if asks it"
+MORE = (
+    "it appends to {!r}, with which the function does more than ask for len(), add it up by sum(), or put it together "
+    "by torch.stack or cat, or which it does not make itself"
+)
 NO_SOURCE = "its source is not to be had"
 # Of `len(rows) > 0`: the truth of a number of rows where there are some.
 OF_SOME = {(ast.Gt, 0): True, (ast.GtE, 1): True, (ast.NotEq, 0): True, (ast.Eq, 0): False, (ast.Lt, 1): False}
@@ -39,8 +43,9 @@ class Body:
     `bases`: what it writes to; `goes_over`: what loops in it go over; `assigned`: names that it assigns and others
     read, or that are what they were where it is not taken; `other`: statements of its else, and `of_other` the names
     that these assign; `is_joint`: its condition asks something else, too, `is_last` ahead of this. `gives`: where its
-    code computes what is chosen in the place of `VALUE`; `is_rest`: the function returns elsewhere, too. Its `if`
-    stands in that `line`, and what is behind it behind the line `until`.
+    code computes what is chosen in the place of `VALUE`; `is_rest`: the function returns elsewhere, too;
+    `appended`: lists that it appends to; `entries`: of dicts, lists and objects, which it assigns; `local`: names of
+    what the function makes itself. Its `if` stands in that `line`, and what is behind it behind the line `until`.
     """
 
     first: tuple[int, int]
@@ -57,11 +62,19 @@ class Body:
     is_last: bool = True
     gives: frozenset[int] = frozenset()
     is_rest: bool = False
+    appended: frozenset[str] = NOTHING
+    entries: tuple[ast.expr, ...] = field(default=(), compare=False)
+    local: frozenset[str] = NOTHING
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it leaves more behind than what is written to tensors."""
+        return bool(self.assigned or self.appended or self.entries)
 
     @property
     def is_watched(self) -> bool:
         """Whether something is to be done when its code goes on behind it."""
-        return bool(self.assigned or self.gives or self.is_joint or self.is_rest)
+        return bool(self.leaves or self.gives or self.is_joint or self.is_rest)
 
 
 @lru_cache(maxsize=1024)
@@ -99,7 +112,8 @@ def turn_of(code: CodeType, at: int) -> Body | str:
 def _asks(code: CodeType, at: int) -> tuple[ast.FunctionDef | None, str, tuple[int, int]]:
     """The function in which something is asked, by which instruction, and where it stands."""
     instructions = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
-    number = next(number for number, one in enumerate(instructions) if one.offset == at)
+    # Of a call of Python code it lies in what CPython keeps behind the instruction.
+    number = max(number for number, one in enumerate(instructions) if one.offset <= at)
     asks = instructions[number]
     is_jump = "JUMP" in asks.opname  # which stands where all of the `if` does, in Python 3.11
     tree, where = tree_of(code.co_filename), instructions[number - is_jump].positions
@@ -342,54 +356,30 @@ def _body(
     seen_outside(function.body, set(), [*both, *more], stored | known, seen)
     if seen.later or seen.names & known:
         return f"{min(seen.later or seen.names & known)!r}, which it assigns, may be read outside of it"
-    if (told := _around(function, inside[0], stored)) is not None:
+    if (told := against(function, inside[0], stored)) is not None:
         return told
-    own = own_of(both, set())
-    if (effect := effect_in(both, own, writes=True)) is not None:
+    own, lists = own_of(both, set()), lists_of(function)
+    if (name := appended_to(both, own | lists)) is not None:
+        return MORE.format(name)
+    if (effect := effect_in(both, own | lists, writes=True)) is not None:
         return effect
-    if other and (private := _of_a_class(other)) is not None:
+    if other and (private := of_a_class(other)) is not None:
         return f"what is done where it is not taken names {private}"
-    left = Left(stored, own)
+    left, count = Left(stored | known, own, lists), 0
     for block in (inside, other):
+        count = len(left.entries)
         names = left_behind(block, known, left, ends)
         if isinstance(names, str):
             return names
+    entries = {ast.unparse(one): one for one in left.entries}
+    of_other_entries = frozenset(map(ast.unparse, left.entries[count:]))
+    arguments = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
     first, last = (inside[0].lineno, inside[0].col_offset), (inside[-1].end_lineno or 0, inside[-1].end_col_offset or 0)
     loops = (one for statement in both for one in ast.walk(statement))
     over = [one.iter for one in loops if isinstance(one, (ast.For, ast.comprehension))]
     over += [part for one in over if isinstance(one, ast.Call) for part in one.args]
     assigned, of_other = frozenset(seen.names | left.early), frozenset(one.id for one in stored_in(other))
     bases, lines, of_other = tuple(left.bases), (first[0], last[0]), of_other & assigned
-    return Body(first, last, wanted, bases, tuple(over), *lines, assigned, tuple(other), of_other)
-
-
-def _around(function: ast.FunctionDef, first: ast.stmt, stored: Set[str]) -> str | None:
-    """What of the function around it stands against a branch that assigns these names."""
-    for one in ast.walk(function):
-        if isinstance(one, ast.Compare) and (name := _asked_which(one, stored)) is not None:
-            return f"the function asks which object {name!r} is, which it assigns"
-        if isinstance(one, (ast.Global, ast.Nonlocal)) and stored & {*one.names}:
-            return f"{min(stored & {*one.names})!r}, which it assigns, is no local variable"
-        if isinstance(one, ast.Name) and one.id in READS_ALL:
-            return f"the function calls {one.id}()"
-        if isinstance(one, ast.Try) and one.handlers and holds(one, (first.lineno, first.col_offset)):
-            return "it stands in a try, and what fails there may be caught"
-    return None
-
-
-def _asked_which(one: ast.Compare, names: Set[str]) -> str | None:
-    """Which of some names stands in `a is b`, beside another thing than a constant."""
-    sides = [one.left, *one.comparators]
-    is_which = any(isinstance(order, (ast.Is, ast.IsNot)) for order in one.ops)
-    if not is_which or any(isinstance(part, ast.Constant) for part in sides):
-        return None
-    return next((part.id for part in sides if isinstance(part, ast.Name) and part.id in names), None)
-
-
-def _of_a_class(block: Sequence[ast.stmt]) -> str | None:
-    """A name in statements that only code within its class can read."""
-    for one in (one for statement in block for one in ast.walk(statement)):
-        name = one.id if isinstance(one, ast.Name) else one.attr if isinstance(one, ast.Attribute) else ""
-        if name in ("super", "__class__") or (name.startswith("__") and not name.endswith("__")):
-            return name
-    return None
+    made = Body(first, last, wanted, bases, tuple(over), *lines, assigned, tuple(other), of_other | of_other_entries)
+    local = own_of(function.body, arguments)
+    return replace(made, appended=frozenset(left.appended), entries=tuple(entries.values()), local=local)

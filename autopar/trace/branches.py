@@ -23,17 +23,17 @@ from torch import Tensor
 
 from autopar.errors import TraceError
 from autopar.trace.bodies import ASKS_MORE, VALUE, Body, body_of, turn_of
-from autopar.trace.converted import Branch, Converted, Merged
+from autopar.trace.choices import Choices
+from autopar.trace.converted import Appended, Branch, Converted
 from autopar.trace.effects import added_to, effect_of
+from autopar.trace.entries import NO_TENSOR as NO_BASE
+from autopar.trace.entries import NOT_AHEAD, Entry, entry_of, value_of
+from autopar.trace.gathered import Gathered, cut, items_of
 from autopar.trace.values import MISSING, is_installed, is_torchs
 
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
 
 LEAVES = "forward calls {} ({}:{}) {}, and {}: a program always goes in there. Do that behind the branch"
-ASSIGNS = (
-    "forward assigns {} {}, where {}: behind that a program chooses between tensors of one shape and dtype. Have it "
-    "be one either way"
-)
 GIVES = (
     "what forward goes on with {} is chosen behind it, and nobody can see where that is computed: have it be what a "
     "function of torch gives, give it a name, or choose by torch.where"
@@ -43,22 +43,24 @@ NO_TENSOR = "{!r}, which it assigns, may be read outside of it, and is no tensor
 
 class Branches:
     """Those of one forward. `mode`: what sees all functions of torch that it calls; `calls`: what in our code calls
-    others for one of these.
+    others for one of these; `number`: the type of numbers of each call (`autopar.trace.numbers.Number`).
     """
 
     def __init__(
         self,
-        notes: list[str],
+        checks: Any,
         mode: Any,
         calls: Sequence[Callable[..., Any]],
-        tell: Callable[[str, Tensor], None],
+        number: Any,
     ) -> None:
-        self.tensors = Converted(notes, mode, tell)
+        self.tensors = Converted(checks.notes, mode, checks.count)
+        self.choices = Choices(self.tensors, checks, number)
         self._mode, self._calls = mode, frozenset(one.__code__ for one in calls)  # type: ignore[attr-defined]
         self._begun: dict[tuple[int, tuple[int, int]], Branch] = {}  # by frame and place
         self._watched: dict[int, tuple[FrameType, Any]] = {}  # by id, and what traced their lines before
         self._looks_on = self._collects = False
         self._traced: Any = None  # what `sys.gettrace` gave before it did
+        self._failing: FrameType | None = None  # whose code has raised what it may catch
         self._clean = set[CodeType]()  # what leaves nothing behind
         self._left: TraceError | None = None  # what has been raised, if code of the user's has caught it
 
@@ -105,8 +107,14 @@ class Branches:
         held = frame.f_locals
         before = {name: held.get(name, MISSING) for name in body.assigned}
         for name, value in before.items():
-            if not isinstance(value, (Tensor, int, float)) and name not in body.of_other:
+            if not self.choices.may_be(value) and name not in body.of_other:
                 return NO_TENSOR.format(name)
+        lists: dict[str, Any] = {name: held.get(name) for name in body.appended}
+        if name := next((name for name, one in lists.items() if type(one) not in (list, Gathered)), None):
+            return f"it appends to {name!r}, which is no list"
+        appended = {name: Appended(one, list.__len__(one)) for name, one in lists.items()}
+        if isinstance(entries := self._entries(body, frame), str):
+            return entries
         self._look()
         around = [one.truth for one in (*self.here()[-1:], earlier) if one is not None]
         truth = self.tensors.truth(asked)
@@ -116,9 +124,9 @@ class Branches:
         file = frame.f_code.co_filename
         if body.other:
             self._begun[key] = Branch(None, body, file, is_not, None)
-            before |= self._run(body, frame, is_seen=is_seen)
+            before |= self._run(body, frame, appended, entries, is_not, is_seen=is_seen)
         alone = None if earlier is not None else rows
-        self._begun[key] = Branch(frame, body, file, is_taken, alone, before, frame.f_lasti)
+        self._begun[key] = Branch(frame, body, file, is_taken, alone, before, frame.f_lasti, appended, entries)
         if body.is_watched:
             self._watched.setdefault(id(frame), (frame, frame.f_trace))
             frame.f_trace = self._goes_on
@@ -131,12 +139,46 @@ class Branches:
             gc.disable()
             sys.settrace(self._called)
 
-    def _run(self, body: Body, frame: FrameType, *, is_seen: bool) -> dict[str, Any]:
-        """Runs the statements of an else: what names are behind them."""
+    def _entries(self, body: Body, frame: FrameType) -> list[Entry] | str:
+        """Those that a branch assigns; why it may not."""
+        found = list[Entry]()
+        for target in body.entries:
+            entry = entry_of(target, frame)
+            if isinstance(entry, str):
+                return entry
+            if entry is not None and entry.told not in body.of_other and not self._is_of_call(entry.old, target, body):
+                return NOT_AHEAD.format(repr(entry.told))
+            found += [entry] if entry is not None else []
+        return found
+
+    def _is_of_call(self, value: Any, target: ast.expr, body: Body) -> bool:
+        """Whether an entry is what this call has made, or a number of an object that the function makes itself."""
+        base = target.value if isinstance(target, ast.Subscript) else None
+        is_local = isinstance(base, ast.Name) and base.id in body.local
+        return id(value) in self._mode.known if isinstance(value, Tensor) else is_local and self.choices.may_be(value)
+
+    def _run(
+        self,
+        body: Body,
+        frame: FrameType,
+        lists: Mapping[str, Appended],
+        entries: Sequence[Entry],
+        truth: Tensor,
+        *,
+        is_seen: bool,
+    ) -> dict[str, Any]:
+        """Runs the statements of an else, which is taken where that is true: what names are behind them."""
         held = {**frame.f_globals, **frame.f_locals}
         code = compile(ast.Module([*body.other], []), frame.f_code.co_filename, "exec", dont_inherit=True)
         with self._mode if is_seen else contextlib.nullcontext():
             exec(code, held)
+        for name, one in lists.items():
+            found = items_of(held[name])[one.count :]
+            one.otherwise = [(item, truth if there is None else there) for item, there in found]
+            cut(one.there, one.count)
+        for one in entries:
+            one.otherwise = one.now()
+            one.put(one.old)
         return {name: held.get(name, MISSING) for name in body.of_other}
 
     def _goes_on(self, frame: FrameType, event: str, given: Any) -> Any:
@@ -144,20 +186,24 @@ class Branches:
         self.tensors.write_through(contextlib.nullcontext())
         held, now = frame.f_locals, dict[str, Any]()
         is_end, is_failing = event == "return", event == "exception" or (event == "return" and given is None)
+        self._failing = frame if event == "exception" else self._failing if is_end else None
         for key, one in [*reversed(self._begun.items())]:
             if one.frame is frame and (is_end or not one.body.line <= frame.f_lineno <= one.body.until):
                 del self._begun[key]
                 if (one.body.gives or (one.body.is_rest and is_end)) and not is_failing:  # which returns something
                     self._raise(TraceError(GIVES.format(one.where)))
-                if not is_end or frame.f_code.co_name == "<module>":  # of an else; of a function nobody reads them
-                    now |= self._assigned(one, {**held, **now})
+                is_read = (
+                    not is_end or frame.f_code.co_name == "<module>"
+                )  # of an else; of a function nobody reads them
+                if is_read or self._failing is not frame:
+                    now |= self._behind(one, {**held, **now} if is_read else None)
         held |= now  # at once: looking at them anew would undo it
         return self._goes_on
 
-    def _assigned(self, branch: Branch, held: Mapping[str, Any]) -> dict[str, Any]:
-        """What the names that a branch assigns are behind it."""
+    def _behind(self, branch: Branch, held: Mapping[str, Any] | None) -> dict[str, Any]:
+        """`Choices.behind`."""
         try:
-            return {name: self._one_of(name, branch, held.get(name)) for name in sorted(branch.body.assigned)}
+            return self.choices.behind(branch, held)
         except TraceError as error:
             self._raise(error)
 
@@ -173,32 +219,12 @@ class Branches:
             if one.frame is frame and frame.f_lasti in one.body.gives:
                 del self._begun[key]
                 with self._mode:
-                    result = self._one_of(VALUE, one, result)
+                    result = self.choices.of_two(VALUE, one, result, one.before[VALUE])
         return result
 
     def _raise(self, error: TraceError) -> NoReturn:
         self._left = self._left or error
         raise error
-
-    def _one_of(self, name: str, branch: Branch, new: Any) -> Any:
-        old = branch.before[name]
-        match new, old:
-            case _ if new is old or (type(new) is type(old) and isinstance(new, (int, float)) and new == old):
-                return new
-            case Tensor(), int() | float() if new.ndim == 0 and new.is_floating_point():
-                with self.tensors.own():
-                    return self.tensors.chosen(new, torch.full_like(new, old), branch.truth)
-            case int() | float(), Tensor() if old.ndim == 0 and old.is_floating_point():
-                with self.tensors.own():
-                    return self.tensors.chosen(torch.full_like(old, new), old, branch.truth)
-            case Tensor(), Tensor() if (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device):
-                self.tensors.check(new, [branch])
-                made = self.tensors.chosen(new, old, branch.truth)
-                self.tensors.merged.append(Merged(made, new, old, branch.truth))
-                return made
-            case _:
-                what = "what it goes on with" if name == VALUE else repr(name)
-                raise TraceError(ASSIGNS.format(what, branch.where, f"it is {_told(new)}, and else {_told(old)}"))
 
     def leave(self, frame: FrameType) -> None:
         """The code of a frame asks again, where it may have asked before."""
@@ -207,7 +233,7 @@ class Branches:
         one = self._begun.get((id(frame), body.first))
         if one is not None and not (body.is_joint and one.asked_at < frame.f_lasti):
             del self._begun[id(frame), body.first]
-            if body.assigned or body.gives:  # in a loop that stands on one line with it
+            if body.leaves or body.gives:  # in a loop that stands on one line with it
                 self._raise(TraceError(GIVES.format(one.where)))
 
     def here(self) -> list[Branch]:
@@ -291,10 +317,10 @@ def _here(found: Callable[[CodeType, int], Body | str], frame: FrameType) -> Bod
     body = found(frame.f_code, frame.f_lasti)
     if isinstance(body, Body):
         for base in body.bases:
-            if not isinstance(_value(base, frame), Tensor):
-                return f"it writes to {ast.unparse(base)}, which is no tensor that is there as a whole"
+            if not isinstance(value_of(base, frame), Tensor):
+                return NO_BASE.format(ast.unparse(base))
         for over in body.goes_over:
-            if hasattr(type(_value(over, frame)), "__next__"):
+            if hasattr(type(value_of(over, frame)), "__next__"):
                 return f"it goes on with {ast.unparse(over)}, which is an iterator"
     return body
 
@@ -303,26 +329,3 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _value(base: ast.expr, frame: FrameType) -> Any:
-    """What a name, or an attribute of one, is there now; None where that is not known."""
-    match base:
-        case ast.Name(name):
-            return frame.f_locals.get(name, frame.f_globals.get(name))
-        case ast.Attribute(value, name):
-            return getattr(_value(value, frame), name, None)
-        case _:
-            return None
-
-
-def _told(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
-    return (
-        "not assigned"
-        if value is MISSING
-        else f"{value!r}"
-        if isinstance(value, (int, float))
-        else f"a {type(value).__name__}"
-    )

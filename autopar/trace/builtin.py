@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from autopar._compat import FakeTensor
 from autopar.trace.formulas import Counted, computed, made_by
+from autopar.trace.gathered import Gathered
 from autopar.trace.lines import line_here
 from autopar.trace.numbers import Number
 
@@ -126,7 +128,13 @@ def _is_one(value: Any, kinds: Any) -> bool:
     return isinstance(value.like if type(value) is Number else value, kinds)
 
 
+def _added_up(of: Any, *start: Any, **given: Any) -> Any:
+    """`sum`, also of lists of which nobody knows how long they are."""
+    return of.added_up(*start, **given) if type(of) is Gathered else sum(of, *start, **given)
+
+
 STAND_IN: dict[str, Any] = {
+    "sum": _added_up,
     "isinstance": _is_one,
     "type": _StandsFor(type, lambda number: type(number.now), lambda number: type(number.like)),
     "float": _StandsFor(float, lambda number: number.of_one(float, _float), _float),
@@ -145,7 +153,13 @@ def types_of_counted(
     compares types with `is`, or gives one to torch, `int` and `float` are those of Python. `length` stands for `len`,
     where lists are counted (`are_there`).
     """
-    stand_in = {**STAND_IN, "len": length} if are_there else STAND_IN
+
+    def of(held: Any) -> Any:
+        if (told := getattr(type(held), "asked_for_length", None)) is not None:
+            return told(held, sys._getframe(1))
+        return length(held) if are_there else len(held)
+
+    stand_in = {**STAND_IN, "len": of}
     wanted, compared = dict[tuple[int, str], dict[str, Any]](), set[tuple[int, str]]()
     for names, asked in asking:
         wanted |= {(id(names), name): names for name in asked & stand_in.keys() - names.keys()}

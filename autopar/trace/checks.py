@@ -67,9 +67,12 @@ class Checks:
 
     origins: Origins
 
-    def __init__(self, notes: list[str], arguments: Arguments, mode: Any, calls: Sequence[Callable[..., Any]]) -> None:
+    def __init__(
+        self, notes: list[str], arguments: Arguments, mode: Any, calls: Sequence[Callable[..., Any]], number: Any
+    ) -> None:
         self.notes = notes  # of the plan
-        self.branches = Branches(notes, mode, calls, self._count)
+        self.number: Callable[[Tensor], Any] = lambda tensor: number(tensor, self)  # `autopar.trace.numbers.Number`
+        self.branches = Branches(self, mode, calls, number)
         self.arguments = arguments
         self.instead = ""  # why what was asked last leads into no branch that only writes
         self.needed: Exception | None = None  # what was said where a number was needed that nobody has
@@ -169,12 +172,16 @@ class Checks:
         self.instead = ONLY_TENSORS.format(made) if made != NO_IF else ""
         return None
 
-    def ask_for_rows(self, some: Tensor, rows: int, frame: FrameType) -> bool:
+    def ask_for_rows(self, some: Tensor, rows: int | None, frame: FrameType) -> bool:
         """Whether code of that frame that asks how many rows there are goes into such a branch where there are `some`;
         `rows`: the number of their mask.
         """
         self.branches.leave(frame)
         return self.branches.begin(some, frame, rows) is True
+
+    def length(self, count: Tensor, rows: int | None, frame: FrameType) -> Any:
+        """`len` of what has so many, where code of that frame asks: some, in a branch that is taken by that."""
+        return 1 if self.ask_for_rows(count > 0, rows, frame) else self.number(count)
 
     def is_count(self, number: Tensor, rows: int) -> None:
         """That this is how many rows a mask of that number picks. Where code of a package asks whether there are any,
@@ -186,9 +193,9 @@ class Checks:
         """Say `told` in a call where some of these are true."""
         for branch in self.branches.here():
             wrong = wrong.bool() & branch.truth
-        self._count(told, wrong.detach().sum())
+        self.count(told, wrong.detach().sum())
 
-    def _count(self, told: str, count: Tensor) -> None:
+    def count(self, told: str, count: Tensor) -> None:
         self.wrong[told] = self.wrong[told] + count if told in self.wrong else count
 
     def __enter__(self) -> None:

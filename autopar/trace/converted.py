@@ -17,6 +17,7 @@ from torch import Tensor
 from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.bodies import Body, places_of
+from autopar.trace.entries import Entry
 from autopar.trace.lines import line_here
 from autopar.trace.origins import STATISTICS, memory_of, tensors_in, writes_in_place
 
@@ -57,6 +58,15 @@ DIVIDES = frozenset(("div", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod
 
 
 @dataclass
+class Appended:
+    """A list that a branch appends to, and how many it has ahead of that; what is appended where it is not taken."""
+
+    there: Any
+    count: int
+    otherwise: list[tuple[Any, Tensor | None]] = field(default_factory=list[tuple[Any, Tensor | None]])
+
+
+@dataclass
 class Branch:
     """One that is taken where `truth`; `rows`: where a mask of that number picks any. `frame`: None while statements of
     an else run. `before`: what names that it assigns are where it is not taken.
@@ -69,6 +79,8 @@ class Branch:
     rows: int | None
     before: dict[str, Any] = field(default_factory=dict[str, Any])
     asked_at: int = 0  # of the code of its frame
+    lists: dict[str, Appended] = field(default_factory=dict[str, "Appended"])
+    entries: list[Entry] = field(default_factory=list[Entry])
     fresh: set[int | None] = field(default_factory=set[int | None])  # memory of what is made within
     gated: set[int | None] = field(default_factory=set[int | None])  # and of what gives nobody gradients who is outside
     checked: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])  # of `Converted.check`
@@ -162,18 +174,30 @@ class Converted:
             is_new, is_old = self._counted(truth), self._counted(truth.logical_not())
             return torch.where(is_new, new, 0) + torch.where(is_old, old, 0)
 
+    def where_true(self, one: Tensor, truth: Tensor) -> Tensor:
+        """The same where that is true, else zeros, and so with gradients."""
+        with self.own(), torch.set_grad_enabled(torch.is_grad_enabled() or one.requires_grad):
+            return torch.where(self._counted(truth), one, 0)
+
     def write_through(self, mode: contextlib.AbstractContextManager[Any]) -> None:
         """What is written to what a name is behind a branch is written to what it stands for, and the other way round;
         call it before every function. `mode`: within which functions are seen.
         """
         if self._is_own or not any(any(one.written) for one in self.merged):
             return
+        # By id: where; None: in any case.
+        written: dict[int, Tensor | None] = {id(one.made): None for one in self.merged if one.written[0]}
         with self.own(), mode:
             for one in reversed(self.merged):
-                if one.written[0]:
-                    one.new.copy_(torch.where(one.truth, one.made, one.new))
-                    one.old.copy_(torch.where(one.truth, one.old, one.made))
-                    one.see()
+                if id(one.made) not in written:
+                    continue
+                within = written[id(one.made)]
+                for part, truth in ((one.new, one.truth), (one.old, one.truth.logical_not())):
+                    where = truth if within is None else truth & within
+                    part.copy_(torch.where(where, one.made, part))
+                    before = written.get(id(part), where)
+                    written[id(part)] = None if before is None else where | before
+                one.see()
             for one in self.merged:
                 is_made, *is_other = one.written
                 if any(is_other) and not is_made:

@@ -74,19 +74,19 @@ def own_of(body: Sequence[ast.stmt], arguments: set[str]) -> frozenset[str]:
     for one in (one for statement in body for one in ast.walk(statement)):
         if isinstance(one, ast.Assign):
             for target in one.targets:
-                for name, value in _pairs(target, one.value):
+                for name, value in pairs_of(target, one.value):
                     given.setdefault(name, []).append(value)
         elif isinstance(one, (ast.For, ast.AnnAssign, ast.NamedExpr)):
             value = one if isinstance(one, ast.For) or one.value is None else one.value
-            for name, _ in _pairs(one.target, value):
+            for name, _ in pairs_of(one.target, value):
                 given.setdefault(name, []).append(value)
     return frozenset(name for name, values in given.items() if name not in arguments and all(map(_is_made, values)))
 
 
-def _pairs(target: ast.expr, value: ast.AST) -> list[tuple[str, ast.AST]]:
+def pairs_of(target: ast.expr, value: ast.AST) -> list[tuple[str, ast.AST]]:
     """Names that are assigned, and what they get."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        return [pair for one, part in zip(target.elts, value.elts, strict=True) for pair in _pairs(one, part)]
+        return [pair for one, part in zip(target.elts, value.elts, strict=True) for pair in pairs_of(one, part)]
     stored = (name for name in ast.walk(target) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store))
     return [(name.id, value) for name in stored]
 
@@ -101,15 +101,19 @@ def _is_made(value: ast.AST) -> bool:
 
 def effect_in(parts: Sequence[ast.AST], own: frozenset[str], *, writes: bool = False) -> str | None:
     """What statements or expressions leave behind besides names; `own`: names of what they have made themselves;
-    `writes`: what they write to by an index is known to be tensors.
+    `writes`: what they write to by an index, or set, is looked at elsewhere.
     """
     every = [one for part in parts for one in ast.walk(part)]
     pairs = [
-        pair for one in every if isinstance(one, ast.Assign) for to in one.targets for pair in _pairs(to, one.value)
+        pair for one in every if isinstance(one, ast.Assign) for to in one.targets for pair in pairs_of(to, one.value)
     ]
     aliases = {name for name, value in pairs if isinstance(value, (ast.Name, ast.Attribute, ast.Subscript))}
-    looked = (one for one in every if not (writes and isinstance(one, ast.Subscript)))
+    looked = (one for one in every if not (writes and _is_written(one)))
     return next((told for one in looked if (told := _effect(one, own, aliases)) is not None), None)
+
+
+def _is_written(one: ast.AST) -> bool:
+    return isinstance(one, ast.Subscript | ast.Attribute) and isinstance(one.ctx, ast.Store)
 
 
 def _effect(one: ast.AST, own: frozenset[str], aliases: set[str]) -> str | None:

@@ -138,7 +138,7 @@ class _Watch(TorchFunctionMode):
         counting, self.outside = reads.counting, reads.outside
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
         self.literals = Literals(counting.beside)
-        self.checks = Checks(notes, reads.asked.arguments, self, (_Watch.__torch_function__, apply))
+        self.checks = Checks(notes, reads.asked.arguments, self, (_Watch.__torch_function__, apply), Number)
         self.origins = self.checks.origins = Origins(self.checks, reads.asked)
         self.beside, self.counting = counting.beside, counting
         self.packing = Packing(self.origins)

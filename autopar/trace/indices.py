@@ -104,6 +104,9 @@ def written_at(tensor: Tensor, given: Sequence[Picked], value: Any, adds: bool =
     places = [place for one in given if (place := place_of(one)) is not None]
     rows, value = guarded(given[0], value)
     mask, row = rows.mask, tensor.shape[len(given) :]
+    if adds and not places and len(given) == 1:  # wherever that is
+        flat = torch.where(mask, rows.dense, 0).flatten()
+        return tensor.index_add(0, flat, values_at(value, rows, row).to(tensor.dtype).flatten(0, mask.ndim - 1))
     if len(places) < len(given) or tensor.shape[: len(given)] != tuple(mask.shape[place] for place in places):
         raise refused("writing to other places")
     made, rest = values_at(value, rows, row).to(tensor.dtype), [one for one in range(mask.ndim) if one not in places]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional
 
 from autopar._compat import pytree
 from autopar.errors import TraceError
+from autopar.trace.gathered import Gathered
 from autopar.trace.indices import (
     WRITES,
     apart,
@@ -35,13 +37,13 @@ from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins
 from autopar.trace.places import is_mask, refused
 from autopar.trace.reshaped import beside, of_each_row, of_runs, product, reshaped
-from autopar.trace.rows import ALONG, ELEMENTWISE, LOSSES, OF_A_BATCH, OPERATORS, ROWWISE
+from autopar.trace.rows import ALONG, CATS, ELEMENTWISE, LOSSES, OF_A_BATCH, OPERATORS, ROWWISE
 from autopar.trace.standing import Ahead, Listed, as_rows, turns
 from autopar.trace.together import (
-    CATS,
     LIKES,
     OVER_ROWS,
     counts,
+    gathered,
     normed_over_rows,
     one_by_one,
     over_rows,
@@ -124,10 +126,13 @@ class Picked:
 
     nelement = numel
 
+    def asked_for_length(self, frame: FrameType) -> Any:
+        """`len`, where code of that frame asks."""
+        return self.origins.checks.length(self.count, self.key, frame)
+
     def __len__(self) -> int:
-        checks = self.origins.checks
-        if checks.ask_for_rows(self.count > 0, self.key, sys._getframe(1)):
-            return 1  # some, in a branch that is taken by that
+        if isinstance(made := self.asked_for_length(sys._getframe(1)), int):
+            return made
         raise refused("len()")
 
     def __bool__(self) -> bool:
@@ -178,7 +183,10 @@ Picked.__hash__ = object.__hash__  # type: ignore[method-assign]  # `==` compare
 
 def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Origins) -> Any:
     """What `func` gives where it picks rows by a mask, or is asked of picked rows; None: neither. Raises TraceError."""
-    name, of_rows = getattr(func, "__name__", ""), bool(_all_picked(args[:1]))
+    name = getattr(func, "__name__", "")
+    if args and type(args[0]) is Gathered:
+        return gathered(name, args[0], Picked, origins, *args[1:], **kwargs)
+    of_rows = bool(_all_picked(args[:1]))
     is_tensor = bool(args) and isinstance(args[0], Tensor) and args[0].ndim > 0
     origins.checks.branches.sees()
     if name in ("gather", "index_select") and not of_rows and isinstance(args[-1], Picked) and not kwargs:

@@ -10,6 +10,7 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -115,11 +116,25 @@ class Number:
         return Number(rounded if digits is not None and isinstance(self.like, float) else rounded.long(), self._checks)
 
     def __bool__(self) -> bool:
+        return self.asked_by(sys._getframe(1))
+
+    def asked_by(self, frame: FrameType) -> bool:
+        """Its truth, where code of that frame asks. Raises TraceError where nobody can say."""
         with self._checks:
-            wanted = self._checks.asked(self.tensor, "__bool__", sys._getframe(1))
+            wanted = self._checks.asked(self.tensor, "__bool__", frame)
             if wanted is None:
                 raise hangs(self._checks.instead)
             return wanted
+
+    @classmethod
+    def chosen(cls, new: Any, old: Any, truth: Tensor, checks: Checks) -> Number | None:
+        """The new number where that is true, else the old one; None where they are not two numbers of one type."""
+        given = [one.as_given() if isinstance(one, Number) else one for one in (new, old)]
+        kinds = {type(one.like if isinstance(one, Number) else one) for one in given}
+        if kinds not in ({bool}, {int}, {float}):
+            return None
+        pair = [one.tensor if isinstance(one, Number) else _tensor_of(one) for one in given]
+        return cls(torch.where(truth, *(one.double() if kinds == {float} else one for one in pair)), checks)
 
     def _at_once(self, *_: Any) -> Any:
         with self._checks:

@@ -45,3 +45,5 @@ OF_A_BATCH = {
     **{f"adaptive_{kind}_pool{dims}d": dims + 1 for kind in ("max", "avg") for dims in (1, 2, 3)},
     **dict.fromkeys(("group_norm", "interpolate"), 2),
 }
+# What puts several together.
+CATS = ("cat", "concat", "concatenate", "stack")

@@ -85,7 +85,7 @@ class _Holder:
     tried: set[str] = field(default_factory=set[str])
 
 
-ASKED = TYPES | {"len", "min", "max", "isinstance"}  # of numbers, and of lists that forward appends to
+ASKED = TYPES | {"len", "sum", "min", "max", "isinstance"}  # of numbers, and of lists that forward appends to
 
 
 class Settings:

@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.trace.checked import counted as bincount
+from autopar.trace.gathered import Gathered
 from autopar.trace.lines import line_here
+from autopar.trace.origins import Origins
 from autopar.trace.places import refused
 from autopar.trace.reshaped import product
 
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
-CATS = ("cat", "concat", "concatenate", "stack")
+EMPTY = "forward puts a list together{} that is empty in this call: torch raises RuntimeError there"
 LIKES = ("zeros_like", "ones_like", "full_like", "empty_like")  # their numbers are not looked at
 
 TOO_FEW = "batch_norm in training{} is given one row, which has no variance: give it more, or call eval()"
@@ -73,6 +75,36 @@ def put_together(name: str, like: Picked, tensors: Any, dim: int = 0) -> Picked:
         masks.append(part.mask.reshape(-1) if picked else torch.ones(len(part), dtype=torch.bool, device=part.device))
         keys.append(part.key if picked else len(part))
     return kind(torch.cat(dense), torch.cat(masks), ("behind each other", *keys), like.origins)
+
+
+def gathered(name: str, listed: Gathered, kind: type, origins: Origins, dim: int = 0) -> Any:
+    """`torch.stack` or `cat` of a list of which some things are there only where that is true: rows, of that `kind`."""
+    items = listed.items()
+    if (count := listed.count()) is None:
+        return (torch.stack if name == "stack" else torch.cat)([one for one, _ in items], dim)
+    if all(truth is not None for _, truth in items):
+        origins.checks.add(EMPTY.format(line_here()), count == 0)
+    parts = [_part(name, listed, one, truth, kind, origins) for one, truth in items]
+    like = next(part for part in parts if isinstance(part, kind))
+    if dim not in (0, -like.ndim):
+        raise refused(f"{name} along another dim than the first")
+    return put_together("cat", like, parts)
+
+
+def _part(name: str, listed: Gathered, one: Any, truth: Tensor | None, kind: Any, origins: Origins) -> Any:
+    if isinstance(one, kind) and name != "stack":
+        if truth is None:
+            return one
+        part = one.like(listed.guarded(one.dense, truth))
+        part.mask, part.key = one.mask & truth, (one.key, id(truth))
+        return part
+    if not isinstance(one, Tensor):
+        raise refused(name)
+    one = one.unsqueeze(0) if name == "stack" else one
+    if truth is None:
+        return one
+    mask = truth.reshape(1).expand(len(one))
+    return kind(listed.guarded(one, truth), mask, ("of a list", id(truth), len(one)), origins)
 
 
 def padded(input: Picked, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Picked:

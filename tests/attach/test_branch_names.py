@@ -24,10 +24,10 @@ def test_they_are_as_on_one_process(one: DeviceMesh, name: str) -> None:
     both_backward(plain, autopar.compile(copy.deepcopy(plain), one), STEPS)
 
 
-def counts_turns(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+def of_two_types(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
     number = 1
     if (chosen == 0).any():
-        number = number + 1
+        number = 0.5
     return x * number
 
 
@@ -168,7 +168,7 @@ def returns_what_it_names(layer: Layer, x: Tensor, scores: Tensor, chosen: Tenso
 
 OUTSIDE = "which it assigns, may be read outside of it, and is no tensor ahead of it"
 NOT = {
-    counts_turns: "forward assigns 'number' in a branch .*, where it is 2, and else 1: ",
+    of_two_types: "forward assigns 'number' in a branch .*, where it is 0.5, and else 1: ",
     of_another_shape: r"assigns 'h' .* it is a tensor of shape \[6\] and float64, and else a tensor of shape \[12, 6\]",
     not_there_ahead: f"'h', {OUTSIDE}",
     rows_behind: f"'rows', {OUTSIDE}",

@@ -83,6 +83,8 @@ def _by_number(rows: Tensor) -> Tensor:
 
 
 FORMS: dict[str, Form] = {
+    "their length": lambda z, y, t: z[y > 1].sum() / len(z[y > 1]),
+    "the length of a set": lambda z, y, t: z.sum() * len(torch.unique(y)),
     "cross entropy": lambda z, y, t: F.cross_entropy(z[_keep(y)], y[_keep(y)]),
     "one mask for both": lambda z, y, t: (lambda m: F.cross_entropy(z[m], y[m]))(y != -100),
     "flat": lambda z, y, t: F.cross_entropy(
@@ -293,7 +295,7 @@ REFUSED: dict[str, tuple[Form, str]] = {
         "writes to a mask that it has picked rows by",
     ),
     "a mask that changes": (lambda z, y, t: _changed(z, y, t), "rows of two masks"),
-    "a length": (lambda z, y, t: z[y > 1].sum() / len(z[y > 1]), r"len\(\)"),
+    "a length as a size": (lambda z, y, t: z[y > 1].sum() + z.new_zeros(len(z[y > 1])).sum(), "given to new_zeros"),
     "sorted": (lambda z, y, t: z[y > 1].sort(0).values.sum(), "sort"),
     "the first rows": (lambda z, y, t: z[y > 1][:3].sum(), "an index of their number"),
     "rows that meet": (lambda z, y, t: (z[y > 1] @ z[y > 1].T).sum(), r"\.T "),
@@ -304,7 +306,6 @@ REFUSED: dict[str, tuple[Form, str]] = {
     "in place": (lambda z, y, t: z[y > 1].mul_(2).sum(), "mul_ in place"),
     "places of others": (lambda z, y, t: z[(y > 1).nonzero()[:, 0].sort()[0]].sum(), "sort of such rows"),
     "whether there are": (lambda z, y, t: z[y > 1].sum() if z[y > 1].size(0) > 0 else z.sum(), "depends on values"),
-    "unique": (lambda z, y, t: z.sum() * len(torch.unique(y)), "depends on values"),
     "packed": (
         lambda z, y, t: nn.utils.rnn.pack_padded_sequence(z, (y > 1).sum(1).cpu() + 1, True, False).data[:3].sum(),
         "an index of their number",
