@@ -94,7 +94,7 @@ def cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
     state: Tensor | None, asked: Asked,
 ) -> Backward:  # fmt: skip
-    grad, q, k, v = _rows(grad, q, k, v)
+    grad, q, k, v, out = _rows(grad, q, k, v, out)
     made = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         grad, q, k, v, out, lse, 0.0, asked.causal, attn_mask=bias, scale=asked.scale
     )
@@ -117,7 +117,7 @@ def flash_backward(
 ) -> Backward:  # fmt: skip
     # Without dropout the kernel reads no state, and takes none for an answer.
     numbers = torch.empty(2, dtype=torch.int64, device=q.device) if state is None else _numbers(state).clone()
-    grad, q, k, v = _rows(grad, q, k, v)
+    grad, q, k, v, out = _rows(grad, q, k, v, out)
     made = aten._scaled_dot_product_flash_attention_backward.default(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], asked.dropout, asked.causal,
         numbers.view(torch.uint64), torch.empty((), dtype=torch.uint64, device=q.device), scale=asked.scale,
@@ -147,7 +147,8 @@ def efficient_backward(
     seed, offset = (torch.zeros(2, dtype=torch.int64) if state is None else _numbers(state)).unbind()
     lse = aten.constant_pad_nd.default(lse, (0, -lse.shape[-1] % ROWS), torch.inf)  # as forward fills them
     dq, dk, dv, dbias = aten._scaled_dot_product_efficient_attention_backward.default(
-        *_rows(grad, q, _each_head(k, q), _each_head(v, q)), _whole(bias, q, k), out, lse, seed, offset, asked.dropout,
+        *_rows(grad, q, _each_head(k, q), _each_head(v, q)), _whole(bias, q, k), *_rows(out), lse, seed, offset,
+        asked.dropout,
         [True, True, True, asked.bias_grad], asked.causal, scale=asked.scale,
     )  # fmt: skip
     gradient = dbias.sum_to_size(bias.shape) if bias is not None and asked.bias_grad else None

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from autopar.emit.attention import KERNELS, Asked, kernel_for
 from autopar.emit.experts import picked, products, sorted_by_expert, weight_products
+from autopar.emit.in_order import batch_norm_backward
 from autopar.ir.equation import read
+
+aten = torch.ops.aten
 
 
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
@@ -181,7 +184,6 @@ def batch_norm_in_parts(
     """Batch norm of each of `parts` equal parts of dim 0 by its own statistics. Returns y, and in one row for each part
     mean, 1 / sqrt(variance + eps), new running mean and new running variance (None without running ones).
     """
-    aten = torch.ops.aten
     made: list[tuple[Tensor, ...]] = []
     for index, part in enumerate(x.chunk(parts)):
         if running_mean is None or running_var is None:
@@ -200,7 +202,7 @@ def batch_norm_in_parts_backward(
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of x, weight and bias; the latter two are sums over the parts."""
-    backward = torch.ops.aten.native_batch_norm_backward
+    backward = batch_norm_backward
     pieces = zip(grad.chunk(parts), x.chunk(parts), mean, rstd, strict=True)
     made = [backward(g, part, weight, None, None, m, r, True, eps, mask) for g, part, m, r in pieces]
     if parts == 1:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autopar._compat import functional_collectives
-from autopar.emit import ctc, moves, ops, recurrent, sends
+from autopar.emit import ctc, in_order, moves, ops, recurrent, sends
 from autopar.ir.graph import Const, TensorType
 from autopar.ir.layout import Partial, Replicate, Shard
 from autopar.ir.mesh import Mesh
@@ -25,12 +25,19 @@ OURS = torch.ops.autopar
 assert functional_collectives and moves and sends  # imported for what they register
 
 # Views may meet tensors that are not contiguous after a layout change; reshape copies there, and is a view elsewhere.
-# The others hold more than their result below it.
+# Others hold more than their result below it, or read operands as if they lay without gaps.
 RENAMED = {
     "aten.view.default": "aten.reshape.default",
     "aten.view_as_complex.default": "autopar.view_as_complex",
     "autopar.to_reduce_dtype": "aten._to_copy.default",
     "aten.mse_loss.default": "autopar.mse_loss",
+    "aten.native_batch_norm_backward.default": "autopar.batch_norm_backward",
+    "aten.native_layer_norm_backward.default": "autopar.layer_norm_backward",
+    "aten.native_group_norm.default": "autopar.group_norm",
+    "aten.native_group_norm_backward.default": "autopar.group_norm_backward",
+    "aten._weight_norm_interface.default": "autopar.weight_norm",
+    "aten._weight_norm_interface_backward.default": "autopar.weight_norm_backward",
+    "aten.nll_loss2d_backward.default": "autopar.nll_loss2d_backward",
 }
 
 
@@ -41,7 +48,7 @@ def target_of(op: str) -> Any:
     namespace, _, rest = RENAMED.get(op, op).partition(".")
     name, _, overload = rest.partition(".")
     if namespace == "autopar":
-        for module in (ops, recurrent, ctc):
+        for module in (ops, in_order, recurrent, ctc):
             found = vars(module).get(name)
             if isinstance(found, types.FunctionType) and found.__module__ == module.__name__ and name[0] != "_":
                 return found
