@@ -25,6 +25,7 @@ from autopar.emit.seeded import piece_number
 from autopar.errors import PlanMismatch
 from autopar.ir.graph import Graph
 from autopar.rewrite.batch_dims import batch_dims
+from autopar.trace.records import make_known, tensors_within
 
 EVERY = 100  # calls
 SAMPLE = 4096  # elements of a tensor that are looked at, spread over all of it
@@ -39,6 +40,11 @@ def from_local(batch: Any, device_mesh: DeviceMesh, *, averages: bool) -> Any:
     """
 
     def joined(part: Any) -> Any:
+        if not isinstance(part, Tensor) and not callable(part) and tensors_within(part):
+            raise PlanMismatch(
+                f"the batch has an object of a class of its own ({type(part).__qualname__}), whose tensors are not "
+                "seen: pass what is in it, or make it a dataclass"
+            )
         if not isinstance(part, Tensor) or isinstance(part, DTensor) or not part.ndim:
             return part
         shape = torch.Size((part.shape[0] * device_mesh.size(), *part.shape[1:]))
@@ -50,6 +56,7 @@ def from_local(batch: Any, device_mesh: DeviceMesh, *, averages: bool) -> Any:
             run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride(),
         )  # fmt: skip
 
+    make_known(batch)
     return pytree.tree_map(joined, batch)
 
 

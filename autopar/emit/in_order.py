@@ -1,5 +1,5 @@
-"""Operators of torch some of whose kernels read operands as if they lay in memory in order and without gaps. In the model
-they do; where layouts change, or a value comes from another rank, they need not.
+"""Operators of torch some of whose kernels read operands as if they lay in memory in order and without gaps. In the
+model they do; where layouts change, or a value comes from another rank, they need not.
 """
 
 from __future__ import annotations

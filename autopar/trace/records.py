@@ -1,10 +1,12 @@
-"""Objects that hold values, and can be taken apart and put together again: dataclasses, and of what forward keeps
-numbers and tensors in, objects of any plain class (meters) and dicts of one's own (`collections.Counter`).
+"""Objects that hold values, and can be taken apart and put together again: dataclasses, what is made of a `UserDict` (a
+tokenizer's `BatchEncoding`), and of what forward keeps numbers and tensors in, objects of any plain class (meters) and
+dicts of one's own (`collections.Counter`).
 """
 
 from __future__ import annotations
 
 import enum
+from collections import UserDict
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -18,6 +20,8 @@ from autopar.trace.values import COLLECTIONS, KEEPERS, MUTABLE, PLAIN, SCALARS, 
 
 def make_known(value: Any) -> None:
     """Let dataclasses of the user's be taken apart and put together, as the tensors in them have to be."""
+    if isinstance(value, UserDict) and all(isinstance(one, SCALARS) for one in _beside(value).values()):
+        _register(type(value))
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
@@ -116,6 +120,8 @@ def put_together(kind: type[Any], parts: Iterable[Any], context: tuple[Iterable[
         table: Any = kind.__new__(kind)
         dict.update(table, zip(names, parts, strict=True))
         return table
+    if issubclass(kind, UserDict):
+        names, parts, fixed = (), (), (("data", dict(zip(names, parts, strict=True))), *fixed)
     made = kind.__new__(kind) if kind in KEEPERS else object.__new__(kind)
     for name, part in (*zip(names, parts, strict=True), *fixed):
         object.__setattr__(made, name, part)
@@ -125,7 +131,7 @@ def put_together(kind: type[Any], parts: Iterable[Any], context: tuple[Iterable[
 def _register(kind: type[Any]) -> None:
     if kind in pytree.SUPPORTED_NODES:
         return
-    of_dict = issubclass(kind, dict)
+    of_dict = issubclass(kind, (dict, UserDict))
     pytree.register_pytree_node(
         kind, _entries if of_dict else _taken_apart, partial(put_together, kind),
         flatten_with_keys_fn=_by_key if of_dict else _by_attribute,
@@ -144,9 +150,17 @@ def _by_attribute(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
     return [(pytree.GetAttrKey(name), part) for name, part in zip(context[0], parts, strict=True)], context
 
 
-def _entries(value: dict[Any, Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    return [*dict.values(value)], (tuple(dict.keys(value)), ())
+def _entries(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    table: dict[Any, Any] = value.data if isinstance(value, UserDict) else value
+    beside = _beside(value).items() if isinstance(value, UserDict) else ()
+    return [*dict.values(table)], (tuple(dict.keys(table)), tuple(beside))
 
 
-def _by_key(value: dict[Any, Any]) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-    return [(pytree.MappingKey(key), part) for key, part in dict.items(value)], (tuple(dict.keys(value)), ())
+def _beside(value: UserDict[Any, Any]) -> dict[str, Any]:
+    """What it has besides its entries; not what a tokenizer has made of the text, which forward has no use for."""
+    return {name: None if name == "_encodings" else one for name, one in vars(value).items() if name != "data"}
+
+
+def _by_key(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    parts, context = _entries(value)
+    return [(pytree.MappingKey(key), part) for key, part in zip(context[0], parts, strict=True)], context

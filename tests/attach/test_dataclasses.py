@@ -1,6 +1,7 @@
 """Batches and settings in dataclasses of the user's, as arguments of forward."""
 
 import copy
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -148,3 +149,47 @@ def test_what_forward_returns_or_takes_out_is_not(one: DeviceMesh) -> None:
                 near(ours["x"], wanted["x"], 1e-6, how)
             pick = {"returned": lambda out: out["loss"], "made": lambda out: out.loss}.get(how, lambda out: out)
             near(pick(ours), pick(wanted), 1e-6, how)
+
+
+class Tokens(UserDict[str, Tensor]):
+    """As a tokenizer gives them (transformers' `BatchEncoding`)."""
+
+    def __init__(self, data: dict[str, Tensor], source: str | None = None) -> None:
+        super().__init__(data)
+        self.source = source
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+
+    def forward(self, batch: Tokens) -> Tensor:
+        assert batch.source == "here"
+        return nn.functional.mse_loss(self.inner(batch["x"]), batch.y) * len(batch)
+
+
+@pytest.mark.parametrize("inputs", ["global", "local"])
+def test_dicts_of_tokenizers(one: DeviceMesh, inputs: str) -> None:
+    plain = Reads()
+    parallel = autopar.compile(copy.deepcopy(plain), one, inputs=inputs)
+    for _ in range(2):
+        batch = Tokens({"x": torch.randn(6, 8), "y": torch.randn(6, 4)}, "here")
+        near(parallel(batch), plain(batch), 1e-6, "loss")
+    assert len(parallel._autopar.prepared()) == 1
+
+
+class Strange:
+    def __init__(self) -> None:
+        self.x, self.y = torch.randn(6, 8), torch.randn(6, 4)
+
+
+def test_tensors_that_nobody_sees_are_named(one: DeviceMesh) -> None:
+    with pytest.raises(autopar.PlanMismatch, match=r"a class of its own \(Strange\), whose tensors are not"):
+        autopar.compile(Reads(), one, inputs="local")(Strange())

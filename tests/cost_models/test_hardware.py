@@ -246,3 +246,10 @@ def test_attention_with_dropout_has_a_curve_of_its_own_or_that_without() -> None
     both = replace(one, curves={**one.curves, f"ops.{name}.dropped.{dtype}": dropped})
     assert both.curve(f"{name}.dropped", "attention", dtype) is dropped
     assert both.curve(name, "attention", dtype) is plain
+
+
+def test_a_file_of_another_ending_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("")
+    with pytest.raises(ValueError, match=r"mine.txt' is a file, and a profile's name ends with .toml"):
+        Hardware.load(str(path))
