@@ -54,7 +54,7 @@ class Branches:
         number: Any,
     ) -> None:
         self.tensors = Converted(checks.notes, mode, checks.count)
-        self.choices = Choices(self.tensors, checks, number)
+        self._checks, self.choices = checks, Choices(self.tensors, checks, number)
         self._mode, self._calls = mode, frozenset(one.__code__ for one in calls)  # type: ignore[attr-defined]
         self._begun: dict[tuple[int, tuple[int, int]], Branch] = {}  # by frame and place
         self._watched: dict[int, tuple[FrameType, Any]] = {}  # by id, and what traced their lines before
@@ -62,7 +62,6 @@ class Branches:
         self._traced: Any = None  # what `sys.gettrace` gave before it did
         self._failing: FrameType | None = None  # whose code has raised what it may catch
         self._clean = set[CodeType]()  # what leaves nothing behind
-        self._left: TraceError | None = None  # what has been raised, if code of the user's has caught it
 
     def begin(
         self, asked: Tensor, frame: FrameType, rows: int | None, is_some: bool = True, *, is_seen: bool = False
@@ -223,8 +222,8 @@ class Branches:
         return result
 
     def _raise(self, error: TraceError) -> NoReturn:
-        self._left = self._left or error
-        raise error
+        with self._checks:
+            raise error
 
     def leave(self, frame: FrameType) -> None:
         """The code of a frame asks again, where it may have asked before."""
@@ -294,12 +293,10 @@ class Branches:
             if effect is None:
                 self._clean |= set[CodeType]() if adds else {code}
                 return
-            told = LEAVES.format(name, file, code.co_firstlineno, branch.where, effect)
-            self._left = self._left or TraceError(told)
-            raise self._left
+            self._raise(TraceError(LEAVES.format(name, file, code.co_firstlineno, branch.where, effect)))
 
     def end(self) -> None:
-        """Forward has ended. Raises TraceError as `_called` does."""
+        """Forward has ended."""
         if self._looks_on and sys.gettrace() in (self._called, None):  # and no debugger has been called meanwhile
             sys.settrace(self._traced)
         if self._looks_on and self._collects:
@@ -308,8 +305,6 @@ class Branches:
             frame.f_trace = before
         self._looks_on = False
         self._begun.clear(), self._watched.clear()
-        if self._left is not None:
-            raise self._left
 
 
 def _here(found: Callable[[CodeType, int], Body | str], frame: FrameType) -> Body | str:

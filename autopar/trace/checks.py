@@ -76,7 +76,7 @@ class Checks:
         self.arguments = arguments
         self.instead = ""  # why what was asked last leads into no branch that only writes
         self.needed: Exception | None = None  # what was said where a number was needed that nobody has
-        self.refused: TraceError | None = None
+        self._refused: TraceError | None = None
         self.wrong: dict[str, Tensor] = {}
         self._each: dict[int, tuple[Tensor, Tensor, bool]] = {}  # id -> what `all` (true) or `any` gave, and of what
         self._counts: dict[int, Count] = {}  # numbers of rows that masks pick
@@ -202,8 +202,14 @@ class Checks:
         """Around what may raise a TraceError, which code of the user's may catch: that is no exception of theirs."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self.refused is None and isinstance(error, TraceError):
-            self.refused = error
+        if self._refused is None and isinstance(error, TraceError):
+            self._refused = error
+
+    def end(self) -> None:
+        """Forward has ended. Raises what was refused first, which code of the user's may have caught."""
+        self.branches.end()
+        if self._refused is not None:
+            raise self._refused
 
 
 def _name_of(func: Any) -> str:

@@ -106,8 +106,6 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
                 watch.reads_at.check(vars(returned))
                 now_there = registered(model)
                 watch.literals.may_be_written([now[name] for name in values if now_there.get(name) is not now[name]])
-            if watch.checks.refused is not None:  # and code of the user's has caught it
-                raise watch.checks.refused
             if any(isinstance(value, Picked) for value in pytree.tree_leaves(returned)):
                 raise TraceError(
                     "forward returns rows that a boolean mask picks, and how many there are depends on values; return "
@@ -120,8 +118,8 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
         except TypeError as error:
             raise watch.checks.needed or error from None
         finally:
-            watch.checks.branches.end()
             replace_tensors(model, {id(value): stand_for[name] for name, value in now.items()}, registered=False)
+            watch.checks.end()
 
     if counting.places:
         forward.__signature__ = with_argument(original, ARGUMENT)  # type: ignore[attr-defined]

@@ -53,17 +53,17 @@ def test_in_micro_batches_an_expert_is_idle_that_no_round_has_tokens_for(one: De
 
 
 def counter(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    out, mask, used = torch.zeros_like(x), chosen == 0, [0]
+    mask, layer.used = chosen == 0, 0
     if mask.any():
-        used[0] += 1
-        out[mask] = x[mask]
-    return out * used[0]
+        layer.used += 1
+        x = x * 2
+    return x * layer.used
 
 
-def appended(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+def extended(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
     mask, losses = chosen == 0, [x]
     if mask.any():
-        losses.append(x * 2)
+        losses.extend([x * 2])
     return sum(losses)
 
 
@@ -75,9 +75,9 @@ def attribute(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor
 
 
 NOT = {
-    counter: "it writes to used, which is no tensor that is there as a whole",
-    appended: "it calls .append()",
-    attribute: "it sets .seen",
+    counter: "'layer.used', which it assigns, is no tensor that this call has made ahead of it",
+    extended: "it calls .extend()",
+    attribute: "'layer.seen', which it assigns, is no tensor that this call has made ahead of it",
 }
 
 
