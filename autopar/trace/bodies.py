@@ -185,8 +185,8 @@ def _of(
     other = [] if all(isinstance(one, ast.Pass) for one in branch.orelse) else branch.orelse
     behind = block[block.index(branch) + 1 :]
     match branch.body:
-        case [ast.Continue()] if isinstance(around, (ast.For, ast.While)):
-            inside, truth, ends = behind, False, {ast.Continue}
+        case [*ahead, ast.Continue()] if isinstance(around, (ast.For, ast.While)):
+            inside, other, truth, ends = [*other, *behind], ahead, False, {ast.Continue}
         case [*ahead, ast.Return(value)] if (rest := _behind(function.body, branch)) is not None:
             return _rest(branch, ahead, value, rest, function, code, asks)
         case _:
@@ -194,7 +194,7 @@ def _of(
     wanted = _wanted(branch.test, asks, truth)
     if wanted is None:
         return ASKS_MORE
-    if other and (not truth or any(isinstance(part, OF_A_FRAME) for one in other for part in ast.walk(one))):
+    if any(isinstance(part, OF_A_FRAME) for one in other for part in ast.walk(one)):
         return "it has an else that ends something"
     body = _body(inside, other, function, wanted, ends=ends)
     return body if isinstance(body, str) else _asked_in(body, branch.test, branch.lineno, asks)

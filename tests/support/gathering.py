@@ -195,6 +195,40 @@ def of_each_turn(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Ten
     return x + total
 
 
+def goes_on_with_another(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    losses, seen = [], 0
+    for at, expert in enumerate(layer.experts):
+        mask = chosen == at
+        if not mask.any():
+            losses.append(layer.experts[0](x).sum() * 0.5)
+            continue
+        seen += 1
+        if at == 3:
+            continue
+        losses.append(expert(x[mask]).square().mean())
+    return x + torch.stack(losses).mean() * len(losses) * seen
+
+
+def goes_on_or_does(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    total = x.new_zeros(())
+    for at, expert in enumerate(layer.experts):
+        mask = chosen == at
+        if mask.sum() < 2:
+            total = total + layer.experts[0](x).mean()
+            continue
+        else:
+            total = total * 2
+        total = total + expert(x[mask]).square().mean()
+    return x + total
+
+
+def of_types_of_numbers(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    x = layer.experts[0](x)
+    weight = 2.0 if (chosen == 0).any() else 0.5
+    bonus = 1 if x.sum() > 0 else 0
+    return x * weight + bonus
+
+
 class Box:
     loss: Tensor
 
@@ -258,6 +292,7 @@ FORMS: dict[str, Form] = {
         counts, counts_and_asks, counts_either_way, returns_by_its_count, stacks, stacks_vectors, adds_up,
         adds_up_at_most, asks_whether_there_are, returns_where_there_are_none, chooses_by_their_number,
         appends_either_way, appends_two_or_one, within_one_another, puts_rows_together, two_lists, of_each_turn,
-        entries_either_way, entries_that_are_there, entries_of_an_argument, attributes,
+        goes_on_with_another, goes_on_or_does, of_types_of_numbers, entries_either_way, entries_that_are_there,
+        entries_of_an_argument, attributes,
     )
 }  # fmt: skip
