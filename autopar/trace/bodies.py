@@ -11,18 +11,16 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import CodeType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from autopar.trace.appended import appended_to, lists_of
 from autopar.trace.assigned import BLOCKS, Left, Seen, against, left_behind, of_a_class, seen_outside, stored_in
+from autopar.trace.conditions import SEVERAL, rest_of, wanted_of
 from autopar.trace.effects import effect_in, own_of
 from autopar.trace.reading import holds, tree_of
 
 Kind = TypeVar("Kind", bound=ast.stmt)
 NOTHING = frozenset[str]()
-SEVERAL = (  # what may ask more than once, or not at all
-    ast.BoolOp, ast.IfExp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda,
-)  # fmt: skip
 ROOTS = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Subscript, ast.Compare)  # what gives something new, if they do
 VALUE = ".value"  # a name that nobody has
 OF_A_FRAME = (ast.Continue, ast.Break, ast.Return, ast.Yield, ast.YieldFrom, ast.Await)
@@ -33,8 +31,6 @@ MORE = (
     "by torch.stack or cat, or which it does not make itself"
 )
 NO_SOURCE = "its source is not to be had"
-# Of `len(rows) > 0`: the truth of a number of rows where there are some.
-OF_SOME = {(ast.Gt, 0): True, (ast.GtE, 1): True, (ast.NotEq, 0): True, (ast.Eq, 0): False, (ast.Lt, 1): False}
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,8 @@ class Body:
     that these assign; `is_joint`: its condition asks something else, too, `is_last` ahead of this. `gives`: where its
     code computes what is chosen in the place of `VALUE`; `is_rest`: the function returns elsewhere, too;
     `appended`: lists that it appends to; `entries`: of dicts, lists and objects, which it assigns; `local`: names of
-    what the function makes itself. Its `if` stands in that `line`, and what is behind it behind the line `until`.
+    what the function makes itself; `rest`: what its condition asks behind this, and the truths of these with which this
+    one settles it. Its `if` stands in that `line`, and what is behind it behind the line `until`.
     """
 
     first: tuple[int, int]
@@ -65,6 +62,7 @@ class Body:
     appended: frozenset[str] = NOTHING
     entries: tuple[ast.expr, ...] = field(default=(), compare=False)
     local: frozenset[str] = NOTHING
+    rest: tuple[tuple[ast.expr, bool], ...] = field(default=(), compare=False)
 
     @property
     def leaves(self) -> bool:
@@ -85,9 +83,9 @@ def body_of(code: CodeType, at: int) -> Body | str:
     function, opname, place = _asks(code, at)
     if function is None:
         return NO_SOURCE
-    for around, block, branch in _statements(function, ast.If):
+    for branch in _statements(function, ast.If):
         if holds(branch.test, place):
-            return _of(branch, around, block, function, code, (opname, place))
+            return _of(branch, function, code, (opname, place))
     choices = [one for one in ast.walk(function) if isinstance(one, ast.IfExp) and holds(one.test, place)]
     if not choices:
         return NO_IF
@@ -100,7 +98,7 @@ def turn_of(code: CodeType, at: int) -> Body | str:
     function, opname, place = _asks(code, at)
     if function is None or opname != "GET_ITER":
         return NO_SOURCE if function is None else "no for goes over them alone"
-    for _, _, loop in _statements(function, ast.For):
+    for loop in _statements(function, ast.For):
         if any(isinstance(part, SEVERAL) for part in ast.walk(loop.iter)):
             continue
         if place in ((loop.lineno, loop.col_offset), (loop.iter.lineno, loop.iter.col_offset)):
@@ -130,78 +128,40 @@ def places_of(code: CodeType) -> tuple[tuple[int, int], ...]:
     return tuple((line or 0, column or 0) for line, _, column, _ in code.co_positions())
 
 
-def _statements(function: ast.FunctionDef, kind: type[Kind]) -> Iterator[tuple[ast.AST, list[ast.stmt], Kind]]:
-    """Those of one kind in a function, each behind what it stands in and the statements there."""
+def _statements(function: ast.FunctionDef, kind: type[Kind]) -> Iterator[Kind]:
+    """Those of one kind in a function."""
     waiting: list[ast.AST] = [function]
     while waiting:
         one = waiting.pop()
-        for name in BLOCKS:
-            block: list[Any] = getattr(one, name, [])
-            for inner in block:
-                if isinstance(inner, kind):
-                    yield one, block, inner
-                if not isinstance(inner, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
-                    waiting.append(inner)
+        for inner in (inner for name in BLOCKS for inner in getattr(one, name, [])):
+            if isinstance(inner, kind):
+                yield inner
+            if not isinstance(inner, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
+                waiting.append(inner)
 
 
-def _wanted(test: ast.expr, asks: tuple[str, tuple[int, int]], truth: bool) -> bool | None:
-    """The answer to a question, by which instruction it is asked and where, with which a condition has that truth; None
-    where it asks more, or need not ask it.
-    """
-    opname, place = asks
-    match test:
-        case ast.UnaryOp(ast.Not(), operand):
-            return _wanted(operand, asks, not truth)
-        case ast.BoolOp(op, values) if isinstance(op, ast.And) == truth:
-            return next((_wanted(value, asks, truth) for value in values if holds(value, place)), None)
-        case ast.BoolOp(values=[*_, last]) if holds(last, place):  # of which all others say nothing
-            return _wanted(last, asks, truth)
-        case _:
-            pass
-    if any(
-        isinstance(part, SEVERAL) or (isinstance(part, ast.Compare) and len(part.ops) > 1) for part in ast.walk(test)
-    ):
-        return None
-    if "JUMP" in opname:
-        return truth
-    match test:
-        case ast.Call(ast.Name("bool" | "len")) if place == (test.lineno, test.col_offset):
-            return truth
-        case ast.Compare(ast.Call(ast.Name("len")), [order], [ast.Constant(number)]):
-            some = OF_SOME.get((type(order), number))
-            return None if some is None else some == truth
-        case _:
-            return None
-
-
-def _of(
-    branch: ast.If,
-    around: ast.AST,
-    block: list[ast.stmt],
-    function: ast.FunctionDef,
-    code: CodeType,
-    asks: tuple[str, tuple[int, int]],
-) -> Body | str:
+def _of(branch: ast.If, function: ast.FunctionDef, code: CodeType, asks: tuple[str, tuple[int, int]]) -> Body | str:
     other = [] if all(isinstance(one, ast.Pass) for one in branch.orelse) else branch.orelse
-    behind = block[block.index(branch) + 1 :]
+    loops = [one for kind in (ast.For, ast.While) for one in _statements(function, kind)]
+    turn = next((rest for one in loops if (rest := _behind(one.body, branch)) is not None), None)
     match branch.body:
-        case [*ahead, ast.Continue()] if isinstance(around, (ast.For, ast.While)):
-            inside, other, truth, ends = [*other, *behind], ahead, False, {ast.Continue}
+        case [*ahead, ast.Continue()] if turn is not None:
+            inside, other, truth, ends = turn, ahead, False, {ast.Continue}
         case [*ahead, ast.Return(value)] if (rest := _behind(function.body, branch)) is not None:
             return _rest(branch, ahead, value, rest, function, code, asks)
         case _:
             inside, truth, ends = branch.body, True, set[type]()
-    wanted = _wanted(branch.test, asks, truth)
+    wanted = wanted_of(branch.test, asks, truth)
     if wanted is None:
         return ASKS_MORE
     if any(isinstance(part, OF_A_FRAME) for one in other for part in ast.walk(one)):
         return "it has an else that ends something"
     body = _body(inside, other, function, wanted, ends=ends)
-    return body if isinstance(body, str) else _asked_in(body, branch.test, branch.lineno, asks)
+    return body if isinstance(body, str) else _asked_in(body, branch.test, branch.lineno, asks, truth)
 
 
 def _behind(block: Sequence[ast.stmt], branch: ast.If) -> list[ast.stmt] | None:
-    """What a function goes on with where a branch in these statements is not taken; None: that is in a loop or so."""
+    """What goes on behind a branch in these statements where that is not taken; None: it is in a loop there, or so."""
     for place, one in enumerate(block):
         if one is branch:
             return [*branch.orelse, *block[place + 1 :]]
@@ -212,10 +172,11 @@ def _behind(block: Sequence[ast.stmt], branch: ast.If) -> list[ast.stmt] | None:
     return None
 
 
-def _asked_in(body: Body, test: ast.expr, line: int, asks: tuple[str, tuple[int, int]]) -> Body:
+def _asked_in(body: Body, test: ast.expr, line: int, asks: tuple[str, tuple[int, int]], truth: bool) -> Body:
     joint = [part for part in ast.walk(test) if isinstance(part, ast.BoolOp)]
-    is_last = all(not holds(value, asks[1]) for part in joint for value in part.values[:-1])
-    return replace(body, line=line, is_joint=bool(joint), is_last=is_last)
+    rest = rest_of(test, asks[1], truth) or ()
+    is_last = all(not holds(value, asks[1]) for part in joint for value in part.values[: -1 - len(rest)])
+    return replace(body, line=line, is_joint=bool(joint), is_last=is_last, rest=rest)
 
 
 def _rest(
@@ -228,7 +189,7 @@ def _rest(
     asks: tuple[str, tuple[int, int]],
 ) -> Body | str:
     """The rest of a function, of which a branch returns another `value` behind statements `ahead` of that."""
-    wanted = _wanted(branch.test, asks, False)
+    wanted = wanted_of(branch.test, asks, False)
     if wanted is None:
         return ASKS_MORE
     last = behind[-1] if behind else None
@@ -262,7 +223,7 @@ def _rest(
     names = frozenset(name.id for name, _ in pairs if isinstance(name, ast.Name))
     until = body.last[0] if gives or last is None or (behind[:-1] and not is_within) else last.lineno - 1
     body = replace(body, assigned=names - {VALUE}, of_other=names, gives=gives, is_rest=True, until=until)
-    return _asked_in(body, branch.test, branch.lineno, asks)
+    return _asked_in(body, branch.test, branch.lineno, asks, False)
 
 
 def _of_choice(
@@ -274,7 +235,7 @@ def _of_choice(
     if not found:
         return _of_names(choice, function, asks)
     for truth, side, another in found:
-        if (wanted := _wanted(choice.test, asks, truth)) is None:
+        if (wanted := wanted_of(choice.test, asks, truth)) is None:
             continue
         if any(isinstance(part, ast.NamedExpr) for one in (side, another) for part in ast.walk(one)):
             return "it assigns a name there"
@@ -283,7 +244,7 @@ def _of_choice(
             return body
         gives, until = _root(code, side), choice.end_lineno or 0
         body = replace(body, assigned=NOTHING, of_other=frozenset((VALUE,)), gives=gives, until=until)
-        return _asked_in(body, choice.test, choice.lineno, asks)
+        return _asked_in(body, choice.test, choice.lineno, asks, truth)
     return ASKS_MORE
 
 
@@ -292,7 +253,7 @@ def _of_names(choice: ast.IfExp, function: ast.FunctionDef, asks: tuple[str, tup
     for one in ast.walk(function):
         match one:
             case ast.Assign([ast.Name(name)], value) if value is choice:
-                wanted = _wanted(choice.test, asks, True)
+                wanted = wanted_of(choice.test, asks, True)
                 if wanted is None:
                     return ASKS_MORE
                 body = _body([_nothing(one)], [_assigned(name, choice.orelse)], function, wanted, ends=set[type]())
@@ -300,7 +261,7 @@ def _of_names(choice: ast.IfExp, function: ast.FunctionDef, asks: tuple[str, tup
                     return body
                 names = frozenset((name,))
                 body = replace(body, assigned=names, of_other=names, until=one.end_lineno or 0)
-                return _asked_in(body, choice.test, one.lineno, asks)
+                return _asked_in(body, choice.test, one.lineno, asks, True)
             case _:
                 pass
     return "neither of the two is computed there"

@@ -25,11 +25,11 @@ from autopar.errors import TraceError
 from autopar.trace.bodies import ASKS_MORE, VALUE, Body, body_of, turn_of
 from autopar.trace.choices import Choices
 from autopar.trace.converted import Appended, Branch, Converted
-from autopar.trace.effects import added_to, effect_of
+from autopar.trace.effects import added_to, effects_of
 from autopar.trace.entries import NO_TENSOR as NO_BASE
 from autopar.trace.entries import NOT_AHEAD, Entry, entry_of, value_of
 from autopar.trace.gathered import Gathered, cut, items_of
-from autopar.trace.values import MISSING, is_installed, is_torchs
+from autopar.trace.values import MISSING, SCALARS, is_installed, is_torchs
 
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
 
@@ -182,6 +182,8 @@ class Branches:
 
     def _goes_on(self, frame: FrameType, event: str, given: Any) -> Any:
         """Sees each line of the code that has asked, and lets names be what they are behind branches that it leaves."""
+        if self._watched[id(frame)][1] == self._runs:
+            self._runs(frame, event, given)
         self.tensors.write_through(contextlib.nullcontext())
         held, now = frame.f_locals, dict[str, Any]()
         is_end, is_failing = event == "return", event == "exception" or (event == "return" and given is None)
@@ -191,9 +193,8 @@ class Branches:
                 del self._begun[key]
                 if (one.body.gives or (one.body.is_rest and is_end)) and not is_failing:  # which returns something
                     self._raise(TraceError(GIVES.format(one.where)))
-                is_read = (
-                    not is_end or frame.f_code.co_name == "<module>"
-                )  # of an else; of a function nobody reads them
+                # Of a function that has ended nobody reads the names; of an else that ran ahead we do.
+                is_read = not is_end or frame.f_code.co_name == "<module>"
                 if is_read or self._failing is not frame:
                     now |= self._behind(one, {**held, **now} if is_read else None)
         held |= now  # at once: looking at them anew would undo it
@@ -219,6 +220,7 @@ class Branches:
                 del self._begun[key]
                 with self._mode:
                     result = self.choices.of_two(VALUE, one, result, one.before[VALUE])
+                    self._behind(one, None)
         return result
 
     def _raise(self, error: TraceError) -> NoReturn:
@@ -274,26 +276,34 @@ class Branches:
         """`Converted.guarded`, here."""
         return self.tensors.guarded(rows, self.here())
 
-    def _called(self, frame: FrameType, event: str, _: Any) -> None:
-        """Sees each function that is called, as long as there may be a branch. Raises TraceError where one of the
-        user's leaves something behind that a branch would not.
+    def _called(self, frame: FrameType, event: str, _: Any) -> Any:
+        """Sees each function that is called, as long as there may be a branch, and what is to see its lines. Raises
+        TraceError where one of the user's leaves something behind that a branch would not.
         """
         code = frame.f_code
         if event != "call" or code in self._clean:
-            return
+            return None
         file, name = code.co_filename, code.co_name
         # Of packages what helps is left alone: einops notes the types of tensors.
         if is_torchs(file) or (name[0] == "<" and name != "<lambda>") or (name != "forward" and is_installed(file)):
             self._clean.add(code)
-            return
+            return None
         for branch in self.here():
-            adds = added_to(code)
+            adds, effects = added_to(code), effects_of(code)
             lists = [one for one in adds if isinstance(frame.f_locals.get(one), (list, set, dict, deque, bytearray))]
-            effect = f"it adds to {lists[0]}" if lists else effect_of(code)
-            if effect is None:
+            if lists:
+                self._raise(TraceError(_leaves(frame, branch, f"it adds to {lists[0]}")))
+            if not effects:
                 self._clean |= set[CodeType]() if adds else {code}
-                return
-            self._raise(TraceError(LEAVES.format(name, file, code.co_firstlineno, branch.where, effect)))
+            return self._runs if effects else None
+        return None
+
+    def _runs(self, frame: FrameType, event: str, _: Any) -> Any:
+        """Sees each line of code that may leave something behind. Raises TraceError where it does, in a branch."""
+        told = [one.told for one in effects_of(frame.f_code) if one.first <= frame.f_lineno <= one.last]
+        if told and event == "line" and (here := self.here()):
+            self._raise(TraceError(_leaves(frame, here[0], told[0])))
+        return self._runs
 
     def end(self) -> None:
         """Forward has ended."""
@@ -314,10 +324,19 @@ def _here(found: Callable[[CodeType, int], Body | str], frame: FrameType) -> Bod
         for base in body.bases:
             if not isinstance(value_of(base, frame), Tensor):
                 return NO_BASE.format(ast.unparse(base))
+        for one, truth in body.rest:
+            value = one.value if isinstance(one, ast.Constant) else value_of(one, frame)
+            if not isinstance(value, SCALARS) or bool(value) != truth:
+                return ASKS_MORE
         for over in body.goes_over:
             if hasattr(type(value_of(over, frame)), "__next__"):
                 return f"it goes on with {ast.unparse(over)}, which is an iterator"
     return body
+
+
+def _leaves(frame: FrameType, branch: Branch, effect: str) -> str:
+    code = frame.f_code
+    return LEAVES.format(code.co_name, code.co_filename, code.co_firstlineno, branch.where, effect)
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

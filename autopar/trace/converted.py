@@ -25,8 +25,8 @@ Picked = Any  # of `autopar.trace.masked`, which calls what is here
 
 WHERE = "in a branch that it takes by values ({}:{})"
 WRITES = (
-    "forward writes to a tensor{} {}, and not by a method of it (out=, inplace=True, running statistics, another "
-    "shape): a program always goes in there. Do that behind the branch, or have it give a new tensor"
+    "forward writes to a tensor{} {}, and not by a method of it (out=, inplace=True, another shape): a program always "
+    "goes in there. Do that behind the branch, or have it give a new tensor"
 )
 RAISES = (
     "forward calls {}{} {}, of whole tensors that hang on values: a program always goes in there, and where it would "
@@ -225,15 +225,15 @@ class Converted:
         if DRAWN.fullmatch(name.rstrip("_")) and kwargs.get("training", True) and DRAWS not in self.notes:
             self.notes.append(DRAWS)
         is_written = writes_in_place(name, kwargs)
-        if func in STATISTICS:
-            given = STATISTICS[func].items()
-            self._refuse(tensors_in([args[at] if at < len(args) else kwargs.get(told) for at, told in given]), here)
         self._refuse(tensors_in(kwargs.get("out")), here)
         before, is_good = args, self._is_good(bare, args, kwargs)
+        running = _statistics(func, args, kwargs)
         if not is_good:
             if bare.removeprefix("linalg_") in FAILS:
                 raise TraceError(RAISES.format(name, line_here(), here[-1].where))
             args, kwargs = self._gated(bare, args, kwargs, here[-1])
+        if running:
+            return args, kwargs, self._normed(func, args, kwargs, running, here[-1])
         if is_written and kwargs.get("out") is None and isinstance(before[0], Tensor):
             is_fresh = all(memory_of(before[0]) in branch.fresh for branch in here)
             if not (is_fresh and is_good):
@@ -254,6 +254,18 @@ class Converted:
                 raise TraceError(WRITES.format(line_here(), here[-1].where))
             target.copy_(new if is_fresh else self.chosen(new, target, here[-1].truth))
         return None if func is torch.Tensor.__setitem__ else target
+
+    def _normed(self, func: Any, args: Any, kwargs: Any, running: Sequence[Tensor], branch: Branch) -> Any:
+        """What a norm gives that would write to running statistics, which it does where the branch is taken."""
+        with self.own(), self._mode:
+            given = _statistics(func, args, kwargs)  # what stands for them here
+            copies = {id(one): one.clone() for one in given}
+            made = func(*(copies.get(id(one), one) for one in args), **{
+                name: copies.get(id(one), one) for name, one in kwargs.items()
+            })  # fmt: skip
+            for one, other in zip(running, given, strict=True):
+                one.copy_(torch.where(branch.truth, copies[id(other)], one))
+        return made
 
     def check(self, one: Tensor, here: Sequence[Branch]) -> None:
         """Gradients of zero go on from a branch that is not taken to what was made ahead of it: no zeros, where that is
@@ -348,3 +360,10 @@ class Converted:
 def is_whole(one: Tensor) -> bool:
     """Whether it holds whole numbers."""
     return not (one.is_floating_point() or one.is_complex() or one.dtype == torch.bool)
+
+
+def _statistics(func: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
+    """Running ones, which a norm that trains writes to."""
+    trains = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats", True))
+    places = STATISTICS[func].items() if func in STATISTICS and trains else ()
+    return tensors_in([args[at] if at < len(args) else kwargs.get(told) for at, told in places])

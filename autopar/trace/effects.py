@@ -5,8 +5,10 @@ a list that it appends to. Of a function of the user's that is called in a branc
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from types import CodeType
 
 from autopar.trace.reading import tree_of
@@ -25,25 +27,54 @@ BUILTINS = frozenset(
 )
 DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MAKERS = frozenset(("list", "dict", "set", "deque", "defaultdict", "Counter", "OrderedDict", "clone"))
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 MADE = ("zeros", "ones", "empty", "full", "new_", "rand", "arange")  # how names of functions that make tensors begin
 
 
+@dataclass(frozen=True)
+class Effect:
+    """What code leaves behind that runs these lines."""
+
+    first: float
+    last: float
+    told: str
+
+
 @lru_cache(maxsize=4096)
-def effect_of(code: CodeType) -> str | None:
-    """What a call of a function leaves behind; None: nothing."""
+def effects_of(code: CodeType) -> tuple[Effect, ...]:
+    """What a call of a function may leave behind."""
     found = _found(code)
     if not found:
-        return "its source is not to be had"
-    told = (_effect_of(one) for one in found)
-    return next((one for one in told if one is not None), None)
+        return (Effect(-inf, inf, "its source is not to be had"),)
+    return tuple(effect for one in found for effect in _effects_of(one))
 
 
-def _effect_of(one: ast.AST) -> str | None:
+def _effects_of(one: ast.AST) -> Iterator[Effect]:
     if isinstance(one, ast.Lambda):
-        return effect_in([one.body], frozenset())
+        told = effect_in([one.body], frozenset())
+        return iter(() if told is None else (Effect(-inf, inf, told),))
     assert isinstance(one, ast.FunctionDef)
     own = own_of(one.body, {part.arg for part in ast.walk(one.args) if isinstance(part, ast.arg)})
-    return effect_in(one.body, own | ({one.args.kwarg.arg} if one.args.kwarg is not None else frozenset()))
+    own |= {one.args.kwarg.arg} if one.args.kwarg is not None else frozenset()
+    lines = _lines_of(one)
+    return (Effect(*lines.get(id(node), (-inf, inf)), told) for node, told in _effects_in(one.body, own))
+
+
+def _lines_of(function: ast.FunctionDef) -> dict[int, tuple[float, float]]:
+    """Id of what stands in a function -> the lines of its statement that run if it does."""
+    found = dict[int, tuple[float, float]]()
+    for statement in (one for one in ast.walk(function) if isinstance(one, ast.stmt) and one is not function):
+        has_blocks = isinstance(getattr(statement, "body", None), list)
+        blocks = (part for name in BLOCKS for part in getattr(statement, name, ())) if has_blocks else ()
+        inner = {id(part) for one in blocks for part in ast.walk(one)}
+        own = [part for part in ast.walk(statement) if id(part) not in inner and part is not statement]
+        lines = [part.lineno for part in own if isinstance(part, ast.expr)] if has_blocks else [statement.lineno]
+        ends = [part.end_lineno or 0 for part in own if isinstance(part, ast.expr)] if has_blocks else []
+        if isinstance(statement, (ast.Global, ast.Nonlocal)) or not lines:
+            continue
+        reach = min(lines), max((*ends, *lines)) if has_blocks else (statement.end_lineno or 0)
+        found |= {id(part): reach for part in (statement, *own)}
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -103,13 +134,20 @@ def effect_in(parts: Sequence[ast.AST], own: frozenset[str], *, writes: bool = F
     """What statements or expressions leave behind besides names; `own`: names of what they have made themselves;
     `writes`: what they write to by an index, or set, is looked at elsewhere.
     """
+    found = _effects_in(parts, own, writes=writes)
+    return next((told for _, told in found), None)
+
+
+def _effects_in(
+    parts: Sequence[ast.AST], own: frozenset[str], *, writes: bool = False
+) -> Iterator[tuple[ast.AST, str]]:
     every = [one for part in parts for one in ast.walk(part)]
     pairs = [
         pair for one in every if isinstance(one, ast.Assign) for to in one.targets for pair in pairs_of(to, one.value)
     ]
     aliases = {name for name, value in pairs if isinstance(value, (ast.Name, ast.Attribute, ast.Subscript))}
     looked = (one for one in every if not (writes and _is_written(one)))
-    return next((told for one in looked if (told := _effect(one, own, aliases)) is not None), None)
+    return ((one, told) for one in looked if (told := _effect(one, own, aliases)) is not None)
 
 
 def _is_written(one: ast.AST) -> bool:

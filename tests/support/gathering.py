@@ -272,6 +272,36 @@ def entries_of_an_argument(layer: Layer, x: Tensor, scores: Tensor, chosen: Tens
     return x + alias["here"] + losses["there"]
 
 
+def _returning(losses: dict[str, Tensor], layer: Layer, x: Tensor, mask: Tensor) -> Tensor:
+    if not mask.any():
+        losses["all"] = losses["all"] + layer.experts[0](x).mean()
+        return x.mean()
+    losses["all"] = losses["all"] * 3 + layer.experts[1](x[mask]).sum()
+    return layer.experts[1](x[mask]).mean()
+
+
+def entries_and_returns(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    losses = {"all": layer.experts[2](x).mean()}
+    for at in (0, 3):
+        x = x + _returning(losses, layer, x, chosen == at)
+    return x + losses["all"]
+
+
+def _named(losses: dict[str, Tensor], layer: Layer, x: Tensor, mask: Tensor) -> Tensor:
+    if mask.any():
+        losses["all"] = losses["all"] * 2
+        return x
+    losses["all"] = losses["all"] + layer.experts[0](x).mean()
+    x = layer.experts[3](x)
+    return x
+
+
+def entries_and_names_returned(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    losses = {"all": layer.experts[2](x).mean()}
+    x = _named(losses, layer, x, chosen == 0)
+    return x + losses["all"]
+
+
 def attributes(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
     box, layer.seen = Box(), x.mean()
     box.loss = layer.experts[2](x).mean()
@@ -293,6 +323,6 @@ FORMS: dict[str, Form] = {
         adds_up_at_most, asks_whether_there_are, returns_where_there_are_none, chooses_by_their_number,
         appends_either_way, appends_two_or_one, within_one_another, puts_rows_together, two_lists, of_each_turn,
         goes_on_with_another, goes_on_or_does, of_types_of_numbers, entries_either_way, entries_that_are_there,
-        entries_of_an_argument, attributes,
+        entries_of_an_argument, entries_and_returns, entries_and_names_returned, attributes,
     )
 }  # fmt: skip
