@@ -18,9 +18,9 @@ def lists_of(function: ast.FunctionDef) -> frozenset[str]:
     stored, read, known = dict[str, list[ast.AST | None]](), list[ast.Name](), set[int]()
     for one in ast.walk(function):
         match one:
-            case ast.Assign(targets, value):
+            case ast.Assign(targets, value):  # of `a = b = []` both are one list
                 for name, given in (pair for target in targets for pair in pairs_of(target, value)):
-                    stored.setdefault(name, []).append(given)
+                    stored.setdefault(name, []).append(given if len(targets) == 1 else None)
             case ast.AnnAssign(ast.Name(name), value=value):
                 stored.setdefault(name, []).append(value)
             case ast.Expr(ast.Call(ast.Attribute(ast.Name() as name, "append"), [_], [])):

@@ -192,7 +192,7 @@ def _parts(target: ast.expr) -> list[ast.expr]:
 def against(function: ast.FunctionDef, first: ast.stmt, stored: Set[str]) -> str | None:
     """What of the function around it stands against a branch that assigns these names."""
     for one in ast.walk(function):
-        if isinstance(one, ast.Compare) and (name := _asked_which(one, stored)) is not None:
+        if (name := _asked_which(one, stored)) is not None:
             return f"the function asks which object {name!r} is, which it assigns"
         if isinstance(one, (ast.Global, ast.Nonlocal)) and stored & {*one.names}:
             return f"{min(stored & {*one.names})!r}, which it assigns, is no local variable"
@@ -203,11 +203,14 @@ def against(function: ast.FunctionDef, first: ast.stmt, stored: Set[str]) -> str
     return None
 
 
-def _asked_which(one: ast.Compare, names: Set[str]) -> str | None:
-    """Which of some names stands in `a is b`, beside another thing than a constant."""
-    sides = [one.left, *one.comparators]
-    is_which = any(isinstance(order, (ast.Is, ast.IsNot)) for order in one.ops)
-    if not is_which or any(isinstance(part, ast.Constant) for part in sides):
+def _asked_which(one: ast.AST, names: Set[str]) -> str | None:
+    """Which of some names stands in `a is b`, beside another thing than None, or in `match a`."""
+    sides: list[ast.expr] = []
+    if isinstance(one, ast.Match):
+        sides = [one.subject]
+    elif isinstance(one, ast.Compare) and any(isinstance(order, (ast.Is, ast.IsNot)) for order in one.ops):
+        sides = [one.left, *one.comparators]
+    if any(isinstance(part, ast.Constant) and part.value is None for part in sides):
         return None
     return next((part.id for part in sides if isinstance(part, ast.Name) and part.id in names), None)
 

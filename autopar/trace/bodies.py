@@ -322,8 +322,9 @@ def _body(
     own, lists = own_of(both, set()), lists_of(function)
     if (name := appended_to(both, own | lists)) is not None:
         return MORE.format(name)
-    if (effect := effect_in(both, own | lists, writes=True)) is not None:
-        return effect
+    for block in (inside, other):
+        if (effect := effect_in(block, own | lists, writes=True)) is not None:
+            return effect
     if other and (private := of_a_class(other)) is not None:
         return f"what is done where it is not taken names {private}"
     left, count = Left(stored | known, own, lists), 0
@@ -333,6 +334,9 @@ def _body(
         if isinstance(names, str):
             return names
     entries = {ast.unparse(one): one for one in left.entries}
+    within = (ast.unparse(one.value) for one in left.entries if isinstance(one, ast.Subscript | ast.Attribute))
+    if (base := next((told for told in within if told in entries), None)) is not None:
+        return f"it assigns {base}, and what is in it"
     of_other_entries = frozenset(map(ast.unparse, left.entries[count:]))
     arguments = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
     first, last = (inside[0].lineno, inside[0].col_offset), (inside[-1].end_lineno or 0, inside[-1].end_col_offset or 0)

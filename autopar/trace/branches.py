@@ -118,14 +118,15 @@ class Branches:
         around = [one.truth for one in (*self.here()[-1:], earlier) if one is not None]
         truth = self.tensors.truth(asked)
         is_taken, is_not = (truth, truth.logical_not())[:: 1 if body.wanted else -1]
-        for other in around:
-            is_taken, is_not = is_taken & other, is_not & other
+        outer = around[0] if len(around) == 1 else None if not around else around[0] & around[1]
+        if outer is not None:
+            is_taken, is_not = is_taken & outer, is_not & outer
         file = frame.f_code.co_filename
         if body.other:
             self._begun[key] = Branch(None, body, file, is_not, None)
             before |= self._run(body, frame, appended, entries, is_not, is_seen=is_seen)
         alone = None if earlier is not None else rows
-        self._begun[key] = Branch(frame, body, file, is_taken, alone, before, frame.f_lasti, appended, entries)
+        self._begun[key] = Branch(frame, body, file, is_taken, alone, before, frame.f_lasti, outer, appended, entries)
         if body.is_watched:
             self._watched.setdefault(id(frame), (frame, frame.f_trace))
             frame.f_trace = self._goes_on
@@ -140,15 +141,19 @@ class Branches:
 
     def _entries(self, body: Body, frame: FrameType) -> list[Entry] | str:
         """Those that a branch assigns; why it may not."""
-        found = list[Entry]()
+        found, ahead = dict[Any, Entry](), set[Any]()
         for target in body.entries:
             entry = entry_of(target, frame)
             if isinstance(entry, str):
                 return entry
-            if entry is not None and entry.told not in body.of_other and not self._is_of_call(entry.old, target, body):
+            if entry is not None:
+                found.setdefault(entry.same, entry)
+                if entry.told in body.of_other or self._is_of_call(entry.old, target, body):
+                    ahead.add(entry.same)
+        for same, entry in found.items():
+            if same not in ahead:
                 return NOT_AHEAD.format(repr(entry.told))
-            found += [entry] if entry is not None else []
-        return found
+        return [*found.values()]
 
     def _is_of_call(self, value: Any, target: ast.expr, body: Body) -> bool:
         """Whether an entry is what this call has made, or a number of an object that the function makes itself."""
@@ -176,7 +181,8 @@ class Branches:
             one.otherwise = [(item, truth if there is None else there) for item, there in found]
             cut(one.there, one.count)
         for one in entries:
-            one.otherwise = one.now()
+            one.otherwise, one.lies = one.now(), one.place
+        for one in entries:
             one.put(one.old)
         return {name: held.get(name, MISSING) for name in body.of_other}
 

@@ -21,6 +21,7 @@ ASSIGNS = (
     "forward assigns {} {}, where {}: behind that a program chooses between tensors of one shape and dtype. Have it "
     "be one either way"
 )
+ORDER = "forward puts {} into a dict {} in another order than where that is not taken: do it in one order"
 
 
 class Choices:
@@ -32,6 +33,8 @@ class Choices:
     def behind(self, branch: Branch, held: Mapping[str, Any] | None) -> dict[str, Any]:
         """Names behind a branch, of which it has left those that are `held`; None: nobody reads them. Sets entries."""
         for one in branch.entries:
+            if one.lies not in (None, one.place):
+                raise TraceError(ORDER.format(one.told, branch.where))
             if (new := one.now()) is not one.otherwise:
                 one.put(self.of_two(one.told, branch, new, one.otherwise))
         if held is None:
@@ -47,6 +50,9 @@ class Choices:
             raise TraceError(ASSIGNS.format(repr(name), branch.where, "it is a list, and else another one"))
         made = found if isinstance(found, Gathered) else Gathered(found, self._checks, self.guarded)
         new, other = made.items()[ahead.count :], ahead.otherwise
+        for one, _ in new:
+            if isinstance(one, Tensor):
+                self._tensors.check(one, [branch])
         if len(new) == len(other) and all(truth is None for _, truth in new):
             pairs = zip(new, other, strict=True)
             made.put(ahead.count, [(self.of_two(name, branch, one, old), None) for (one, _), (old, _) in pairs])

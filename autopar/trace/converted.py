@@ -54,7 +54,10 @@ LOOKS = frozenset(_LOOKS.split())
 READS = frozenset(("getitem", "setitem", "index_select", "gather", "index_add", "index_copy", "index_fill"))
 DRAWN = re.compile("rand.*|.*dropout.*|bernoulli|normal|multinomial|uniform|exponential|poisson|rrelu|gumbel.*")
 FAILS = frozenset(("cholesky", "inverse", "inv", "inv_ex", "solve", "lstsq", "cholesky_inverse", "lu_factor"))
-DIVIDES = frozenset(("div", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "remainder", "fmod"))
+_DIVIDES = """
+    div divide truediv true_divide rtruediv floordiv floor_divide rfloordiv mod rmod remainder fmod
+"""
+DIVIDES = frozenset(_DIVIDES.split())
 
 
 @dataclass
@@ -79,6 +82,7 @@ class Branch:
     rows: int | None
     before: dict[str, Any] = field(default_factory=dict[str, Any])
     asked_at: int = 0  # of the code of its frame
+    around: Tensor | None = None  # the truth of those that it stands in
     lists: dict[str, Appended] = field(default_factory=dict[str, "Appended"])
     entries: list[Entry] = field(default_factory=list[Entry])
     fresh: set[int | None] = field(default_factory=set[int | None])  # memory of what is made within
@@ -280,7 +284,8 @@ class Converted:
         with self.own(), torch.no_grad():
             if key not in self._bad:
                 self._bad[key] = one, one.detach().isfinite().logical_not().sum()
-            self._tell(NOT_FINITE.format(line_here(), branch.where), self._bad[key][1] * branch.truth.logical_not())
+            is_left = branch.truth.logical_not() if branch.around is None else branch.around & ~branch.truth
+            self._tell(NOT_FINITE.format(line_here(), branch.where), self._bad[key][1] * is_left)
 
     def _refuse(self, written: Sequence[Tensor], here: Sequence[Branch]) -> None:
         for branch in here if written else ():

@@ -30,9 +30,20 @@ class Entry:
     is_attribute: bool
     old: Any = MISSING
     otherwise: Any = MISSING
+    lies: int | None = None  # its `place` where the branch is not taken, and something else is done
 
     def __post_init__(self) -> None:
         self.old = self.otherwise = self.now()
+
+    @property
+    def same(self) -> tuple[int, bool, Any]:
+        """Equal for one that stands under several names."""
+        return id(self.holder), self.is_attribute, self.key
+
+    @property
+    def place(self) -> int:
+        """In which order it lies among others of its dict."""
+        return [*self.holder].index(self.key) if isinstance(self.holder, dict) and self.key in self.holder else 0
 
     def now(self) -> Any:
         if self.is_attribute:
@@ -55,17 +66,20 @@ def is_entry(target: ast.expr, stored: Set[str]) -> bool:
     """Whether that may be one which is the same behind statements as ahead of them, that assign `stored` names."""
     if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Slice | ast.Tuple):
         return False
-    parts = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.JoinedStr, ast.FormattedValue, ast.expr_context)
-    every = [*ast.walk(target)]
-    return all(isinstance(one, parts) and not (isinstance(one, ast.Name) and one.id in stored) for one in every)
+    key = target.slice if isinstance(target, ast.Subscript) else None
+    parts = (ast.Name, ast.Constant, ast.JoinedStr, ast.FormattedValue, ast.UnaryOp, ast.USub, ast.expr_context)
+    is_known = key is None or all(isinstance(one, parts) for one in ast.walk(key))
+    return is_known and not any(isinstance(one, ast.Name) and one.id in stored for one in ast.walk(target))
 
 
 def entry_of(target: ast.expr, frame: FrameType) -> Entry | str | None:
     """It, in code of that frame; why it is none; None where it is a part of a tensor."""
     assert isinstance(target, ast.Subscript | ast.Attribute)
     told, holder = ast.unparse(target), value_of(target.value, frame)
+    if told.split(".")[-1].startswith("__dict__"):
+        return f"it writes to {ast.unparse(target.value)}"
     if isinstance(target, ast.Attribute):
-        is_computed = hasattr(getattr(type(holder), target.attr, None), "__set__")
+        is_computed = hasattr(getattr(type(holder), target.attr, None), "__set__") or isinstance(holder, dict)
         return f"it sets .{target.attr}" if holder is None or is_computed else Entry(told, holder, target.attr, True)
     if isinstance(holder, Tensor):
         return None
@@ -75,7 +89,7 @@ def entry_of(target: ast.expr, frame: FrameType) -> Entry | str | None:
     key = eval(code, frame.f_globals, frame.f_locals)
     if isinstance(holder, list) and not (isinstance(key, int) and -len(holder) <= key < len(holder)):
         return NO_TENSOR.format(ast.unparse(target.value))
-    return Entry(told, holder, key, False)
+    return Entry(told, holder, key % len(holder) if isinstance(holder, list) else key, False)
 
 
 def value_of(base: ast.expr, frame: FrameType) -> Any:

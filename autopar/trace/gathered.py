@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.errors import TraceError
+from autopar.trace.lines import line_here
 from autopar.trace.places import refused
+
+SUM = (
+    "forward adds up a list{} in which tensors with dims, or of several dtypes, may be or not, and its sum is a number "
+    "where none is: begin with zeros (sum(parts, x.new_zeros(n)))"
+)
 
 
 class Gathered(list[Any]):
@@ -52,10 +59,20 @@ class Gathered(list[Any]):
         return self._checks.number(count > 0).asked_by(sys._getframe(1))
 
     def added_up(self, start: Any = 0) -> Any:
-        """`sum` of it."""
+        """`sum` of it. Raises TraceError where of what type or shape that is hangs on what is there."""
+        sure, every = [one for one, truth in self.items() if truth is None], [one for one, _ in self.items()]
+        dtypes, shape = _kind_of([start, *every])
+        if (dtypes, shape) != _kind_of([start, *sure]) and (shape or len(dtypes) > 1):
+            raise TraceError(SUM.format(line_here()))
         for one, truth in self.items():
             start = start + (one if truth is None else self.guarded(one, truth))
         return start
+
+
+def _kind_of(values: Sequence[Any]) -> tuple[frozenset[torch.dtype], tuple[int, ...]]:
+    """The dtypes of tensors, and the shape of their sum."""
+    tensors = [one for one in values if isinstance(one, Tensor)]
+    return frozenset(one.dtype for one in tensors), tuple(torch.broadcast_shapes(*(one.shape for one in tensors)))
 
 
 def items_of(listed: list[Any]) -> list[tuple[Any, Tensor | None]]:

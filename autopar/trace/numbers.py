@@ -133,8 +133,9 @@ class Number:
         kinds = {type(one.like if isinstance(one, Number) else one) for one in given}
         if kinds not in ({bool}, {int}, {float}):
             return None
-        pair = [one.tensor if isinstance(one, Number) else _tensor_of(one) for one in given]
-        return cls(torch.where(truth, *(one.double() if kinds == {float} else one for one in pair)), checks)
+        kind = torch.float64 if kinds == {float} else None
+        pair = [one.tensor if isinstance(one, Number) else torch.tensor(one, dtype=kind) for one in given]
+        return cls(torch.where(truth, *pair), checks)
 
     def _at_once(self, *_: Any) -> Any:
         with self._checks:
@@ -255,13 +256,13 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
 def with_numbers(func: Any, args: Any, kwargs: Any, called: Callable[[Any, Any, Any], Any] = _called) -> Any:
     """What `func` gives of these, some of which are `Number`s, as torch treats numbers of Python: they have no say in
     the dtype, and are not rounded to it before something is computed. `called`: what a function gives of numbers that
-    are known. Raises TraceError where it takes none.
+    are known, or of tensors in their place. Raises TraceError where it takes none.
     """
     if any(isinstance(leaf, Array) for leaf in pytree.tree_leaves((args, kwargs))):
         raise _array()
     args, kwargs = _given((args, kwargs))
     if not any(isinstance(leaf, Number) for leaf in pytree.tree_leaves((args, kwargs))):
-        return func(*args, **kwargs)
+        return called(func, args, kwargs)
     name = getattr(func, "__name__", "")
     in_place, known = writes_in_place(name, kwargs), name.strip("_")
     known = known if known in WITH_TENSORS or not name.startswith("__") else known[1:]  # __itruediv__, __rtruediv__
@@ -270,7 +271,7 @@ def with_numbers(func: Any, args: Any, kwargs: Any, called: Callable[[Any, Any, 
     if known in FILLED:
         return _filled(func, FILLED[known], args, kwargs, called)
     if isinstance(kwargs.get(SCALED.get(known, "")), Number) and "out" not in kwargs:
-        return _scaled(known, args, {**kwargs}, in_place)
+        return _scaled(known, args, {**kwargs}, in_place, called)
     if known not in WITH_TENSORS or any(isinstance(one, Number) for key, one in kwargs.items() if key not in NAMED):
         if isinstance(func, types.FunctionType) and func.__module__ in IN_PYTHON:
             return func(*args, **kwargs)
@@ -288,7 +289,7 @@ def with_numbers(func: Any, args: Any, kwargs: Any, called: Callable[[Any, Any, 
         return one.tensor.to(torch.float32 if widened else torch.result_type(first, one.like))
 
     args, kwargs = pytree.tree_map(value, (args, kwargs))
-    made = func(*args, **kwargs)
+    made = called(func, args, kwargs)
     return made.to(first.dtype) if widened else made
 
 
@@ -312,7 +313,7 @@ def _filled(func: Any, place: int, args: Any, kwargs: Any, called: Callable[[Any
     return made.fill_(number.tensor.to(made.dtype))
 
 
-def _scaled(name: str, args: Any, kwargs: Any, in_place: bool) -> Tensor:
+def _scaled(name: str, args: Any, kwargs: Any, in_place: bool, called: Callable[[Any, Any, Any], Any]) -> Tensor:
     """As `torch.add(first, other, alpha=number)` and `torch.addcmul(first, one, other, value=number)`."""
     first, *others = *args, *(kwargs[key] for key in ("other", "tensor1", "tensor2") if key in kwargs)
     number = kwargs[SCALED[name]]
@@ -321,7 +322,7 @@ def _scaled(name: str, args: Any, kwargs: Any, in_place: bool) -> Tensor:
     scaled = number * others[0] if len(others) == 1 else number * (COMBINED[name](*others))
     made = torch.sub(wide, scaled) if name == "sub" else torch.add(wide, scaled)
     made = made.to(first.dtype) if is_half else made
-    return first.copy_(made) if in_place else made
+    return called(torch.Tensor.copy_, (first, made), {}) if in_place else made
 
 
 def _new_tensor(like: Tensor, data: Any, *, dtype: torch.dtype | None = None, **others: Any) -> Tensor:

@@ -9,6 +9,7 @@ import dis
 import itertools
 import linecache
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from types import CodeType, FrameType
 
@@ -18,6 +19,7 @@ READ = frozenset((
     "print", "pprint", "debug", "info", "warning", "warn", "error", "critical", "exception", "log", "log_dict", "write",
     "set_description", "set_postfix", "set_postfix_str", "add_scalar", "add_text", "log_metric",
 ))  # fmt: skip
+KEYED = frozenset(("get", "pop", "setdefault", "index", "getattr", "setattr", "hasattr", "delattr", "register_buffer"))
 
 
 def is_for_reading() -> bool:
@@ -44,9 +46,26 @@ def _is_asked(code: CodeType, at: int) -> bool:
     tree = tree_of(code.co_filename)
     if line is None or column is None or tree is None:
         return False
-    found = (one for one in ast.walk(tree) if isinstance(one, (ast.If, ast.While, ast.IfExp, ast.Compare)))
-    tests = (one if isinstance(one, ast.Compare) else one.test for one in found)
-    return any(holds(one, (line, column)) for one in tests)
+    return any(holds(part, (line, column)) for one in ast.walk(tree) for part in _going_on_by(one))
+
+
+def _going_on_by(one: ast.AST) -> Sequence[ast.expr]:
+    """What stands in it that is compared, or is a key or a name."""
+    match one:
+        case ast.If(test) | ast.While(test) | ast.IfExp(test):
+            return [test]
+        case ast.Compare():
+            return [one]
+        case ast.Subscript(slice=key):
+            return [key]
+        case ast.Dict(keys):
+            return [key for key in keys if key is not None]
+        case ast.DictComp(key):
+            return [key]
+        case ast.Call(ast.Attribute(attr=name) | ast.Name(name), args) if name in KEYED:
+            return args
+        case _:
+            return []
 
 
 def holds(part: ast.expr | ast.stmt, place: tuple[int, int]) -> bool:

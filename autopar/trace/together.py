@@ -40,7 +40,10 @@ def over_rows(name: str, rows: Picked, options: Mapping[str, Any]) -> Any:
     if name in ("var", "std"):
         mean = rows.kept().sum(over) / rows.count
         found = (rows.kept(rows.dense - mean) ** 2).sum(over) / (rows.count - correction)
-        return found if name == "var" else found.sqrt()
+        if name == "var":
+            return found
+        is_zero = found == 0  # where the root has no derivative, and torch's std has 0
+        return torch.where(is_zero, 0, torch.where(is_zero, 1, found).sqrt())
     if not rows.dense.is_floating_point():
         raise refused(f"{name} of whole numbers over rows")
     there = rows.kept(fill=torch.inf if name == "amin" else -torch.inf)
@@ -82,6 +85,8 @@ def gathered(name: str, listed: Gathered, kind: type, origins: Origins, dim: int
     items = listed.items()
     if (count := listed.count()) is None:
         return (torch.stack if name == "stack" else torch.cat)([one for one, _ in items], dim)
+    if len({one.dtype for one, _ in items if hasattr(one, "dtype")}) > 1:
+        raise refused(f"{name} of several dtypes")
     if all(truth is not None for _, truth in items):
         origins.checks.add(EMPTY.format(line_here()), count == 0)
     parts = [_part(name, listed, one, truth, kind, origins) for one, truth in items]
