@@ -100,3 +100,9 @@ def product(sizes: Sequence[int]) -> int:
 def beside(mask: Tensor, value: Tensor) -> Tensor:
     """The mask with dims of one behind, to stand beside `value`."""
     return mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim))
+
+
+def rooted(variance: Tensor) -> Tensor:
+    """The root, which has a derivative of 0 where there is no variance, as torch's std has."""
+    is_zero = variance == 0
+    return torch.where(is_zero, 0, torch.where(is_zero, 1, variance).sqrt())

@@ -15,7 +15,7 @@ from autopar.trace.gathered import Gathered
 from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins
 from autopar.trace.places import refused
-from autopar.trace.reshaped import product
+from autopar.trace.reshaped import product, rooted
 
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
 EMPTY = "forward puts a list together{} that is empty in this call: torch raises RuntimeError there"
@@ -40,10 +40,7 @@ def over_rows(name: str, rows: Picked, options: Mapping[str, Any]) -> Any:
     if name in ("var", "std"):
         mean = rows.kept().sum(over) / rows.count
         found = (rows.kept(rows.dense - mean) ** 2).sum(over) / (rows.count - correction)
-        if name == "var":
-            return found
-        is_zero = found == 0  # where the root has no derivative, and torch's std has 0
-        return torch.where(is_zero, 0, torch.where(is_zero, 1, found).sqrt())
+        return found if name == "var" else rooted(found)
     if not rows.dense.is_floating_point():
         raise refused(f"{name} of whole numbers over rows")
     there = rows.kept(fill=torch.inf if name == "amin" else -torch.inf)

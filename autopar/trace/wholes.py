@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopar.trace.places import refused
+from autopar.trace.reshaped import rooted
 
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
 
@@ -42,7 +43,7 @@ def whole(name: str, first: Picked, args: Sequence[Any], kwargs: dict[str, Any])
             correction = kwargs.get("correction", less)
             mean = first.kept().sum() / first.numel()
             found = first.kept((value - mean) ** 2).sum() / (first.numel() - correction)
-            return found if name == "var" else found.sqrt()
+            return found if name == "var" else rooted(found)
         case _:
             raise refused(name)
 

@@ -6,13 +6,14 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
 from autopar import TraceError
 from autopar.errors import CheckFailed
-from tests.support.branching import Experts, Form, Layer, both_backward, tokens
+from tests.processes.compare import whole
+from tests.support.branching import Experts, Form, Layer, alike, both_backward, tokens
 from tests.support.gathering import FORMS, STEPS
 
 
@@ -37,6 +38,57 @@ def test_putting_nothing_together_is_an_error_as_in_torch(one: DeviceMesh) -> No
         plain(*tokens((1,), 0))
     with pytest.raises(CheckFailed, match=r"puts a list together at .* that is empty in this call"):
         parallel(*tokens((1,), 0))
+
+
+def made_ahead(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    mask, parts = chosen == 0, [x.mean()]
+    mean = (layer.experts[0](x).mean(-1) * mask).sum() / mask.sum()
+    if mask.any():
+        parts.append(mean)
+    return torch.stack(parts).mean()
+
+
+def test_what_is_made_ahead_and_appended_has_to_be_finite(one: DeviceMesh) -> None:
+    plain = Experts(made_ahead).double()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    both_backward(plain, parallel, ((0, 1), (0,)))
+    with pytest.raises(CheckFailed, match="is not finite in this call, which does not take it"):
+        parallel(*tokens((1,), 0))
+
+
+class Skipping(nn.Module):
+    """Blocks with batch norms, which are skipped where `bias` says so."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv1d(6, 6, 3, padding=1), nn.BatchNorm1d(6, momentum=momentum), nn.ReLU())
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        h = self.first(x).transpose(1, 2)
+        for block in self.blocks:
+            if self.training and h.mean() + bias > 0:
+                continue
+            h = h + block(h)
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_are_those_of_batches_that_were_not_skipped(one: DeviceMesh, momentum: float | None) -> None:
+    plain = Skipping(momentum).double()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for bias in (9.0, -9.0, 9.0, -9.0):
+        x, bias = torch.randn(4, 5, 6, dtype=torch.float64), torch.tensor(bias, dtype=torch.float64)
+        for model in (plain, parallel):
+            model.zero_grad()
+            model(x, bias).backward()
+        alike(plain, parallel)
+        for (name, mine), (_, theirs) in zip(plain.named_buffers(), parallel.named_buffers(), strict=True):
+            torch.testing.assert_close(whole(theirs), mine, rtol=1e-9, atol=1e-11, msg=name)
+    assert not torch.equal(plain.blocks[0][1].running_mean, torch.zeros(6).double())
 
 
 def takes_the_last(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
@@ -104,6 +156,64 @@ def counted_turns(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Te
     return x
 
 
+def two_names_of_one(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    parts = others = [x]
+    if (chosen == 0).any():
+        parts.append(layer.experts[0](x))
+    return sum(others)
+
+
+def asks_which(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    found = False
+    if (chosen == 0).any():
+        found = True
+    return x * 2 if found is True else x
+
+
+def matches(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    found = False
+    if (chosen == 0).any():
+        found = True
+    match found:
+        case True:
+            return x * 2
+        case _:
+            return x
+
+
+def of_what_dims(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    parts = []
+    if (chosen == 0).any():
+        parts.append(layer.experts[0](x).mean(0))
+    return x.mean() + sum(parts)
+
+
+def in_what_order(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    losses = {}
+    if (chosen == 0).any():
+        losses["a"] = x.mean()
+        losses["b"] = x.sum()
+    else:
+        losses["b"] = x.sum()
+        losses["a"] = x.mean()
+    return torch.stack([*losses.values()])
+
+
+def at_what_key(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    places, losses = {"at": "a"}, {"a": x.mean(), "b": x.sum()}
+    if (chosen == 0).any():
+        places["at"] = "b"
+        losses[places["at"]] = layer.experts[0](x).mean()
+    return losses["a"] + losses["b"]
+
+
+def key_of_text(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    number = 0
+    if (chosen == 0).any():
+        number += 1
+    return x * {"0": 2.0, "1": 3.0}.get(str(number), 5.0)
+
+
 MORE = "it appends to 'parts', with which the function does more than"
 NOT = {
     takes_the_last: MORE,
@@ -112,7 +222,14 @@ NOT = {
     of_the_model: MORE,
     handed_to_another: MORE,
     looked_at_later: MORE,
-    sized_by_it: "a number out of a tensor is given to new_zeros|depends on values",
+    two_names_of_one: MORE,
+    asks_which: "the function asks which object 'found' is, which it assigns",
+    matches: "the function asks which object 'found' is, which it assigns",
+    of_what_dims: "adds up a list .* in which tensors with dims, or of several dtypes, may be or not",
+    in_what_order: "in another order than where that is not taken",
+    at_what_key: "it writes to losses, which is no tensor that is there as a whole",
+    key_of_text: "which way forward goes depends on values",
+    sized_by_it: "forward needs a number out of a tensor at once at .*new_zeros",
     counted_turns: "forward needs a number out of a tensor at once",
 }
 

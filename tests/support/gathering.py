@@ -1,61 +1,14 @@
-"""Branches that are taken by values, and count, or append to lists."""
+"""Branches that are taken by values, and append to lists, or assign what is in dicts and objects."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from tests.support import counting
 from tests.support.branching import COUNT, Form, Layer
 
 STEPS = ((0, 1, 2, 3), (1,), (3, 0), (2,))  # the experts that have tokens
-
-
-def counts(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    total, number = x.new_zeros(()), 0
-    for at in range(COUNT - 1):
-        mask = chosen == at
-        if mask.any():
-            total = total + layer.experts[at](x[mask]).square().mean()
-            number += 1
-    return x + total / max(number, 1)
-
-
-def counts_and_asks(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    x, number, weight, has_last = layer.experts[2](x), 0, 0.5, False
-    for at in range(COUNT):
-        if (chosen == at).any():
-            number = number + 1
-            weight *= 1.5
-        if (chosen == at).sum() > 3:
-            has_last = at > 1
-    if number == 2:
-        x = layer.experts[0](x)
-    if has_last and layer.training:
-        x = layer.experts[1](x)
-    return x * weight / number
-
-
-def counts_either_way(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    x, number = layer.experts[2](x), 1
-    if (chosen == 0).any():
-        number = 3
-        x = layer.experts[0](x)
-    else:
-        number += 1
-        x = x * number
-    return x / number
-
-
-def returns_by_its_count(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    total, number = 0.0, 0
-    for at in range(3):
-        if not (chosen == at).any():
-            continue
-        total = total + layer.experts[at](x[chosen == at]).sum()
-        number += 1
-    if number == 0:
-        return layer.experts[3](x).sum() * 0.0
-    return x.sum() + total / number
 
 
 def stacks(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
@@ -222,13 +175,6 @@ def goes_on_or_does(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> 
     return x + total
 
 
-def of_types_of_numbers(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    x = layer.experts[0](x)
-    weight = 2.0 if (chosen == 0).any() else 0.5
-    bonus = 1 if x.sum() > 0 else 0
-    return x * weight + bonus
-
-
 class Box:
     loss: Tensor
 
@@ -319,10 +265,10 @@ def attributes(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tenso
 FORMS: dict[str, Form] = {
     one.__name__: one
     for one in (
-        counts, counts_and_asks, counts_either_way, returns_by_its_count, stacks, stacks_vectors, adds_up,
-        adds_up_at_most, asks_whether_there_are, returns_where_there_are_none, chooses_by_their_number,
-        appends_either_way, appends_two_or_one, within_one_another, puts_rows_together, two_lists, of_each_turn,
-        goes_on_with_another, goes_on_or_does, of_types_of_numbers, entries_either_way, entries_that_are_there,
+        stacks, stacks_vectors, adds_up, adds_up_at_most, asks_whether_there_are, returns_where_there_are_none,
+        chooses_by_their_number, appends_either_way, appends_two_or_one, within_one_another, puts_rows_together,
+        two_lists, of_each_turn, goes_on_with_another, goes_on_or_does, entries_either_way, entries_that_are_there,
         entries_of_an_argument, entries_and_returns, entries_and_names_returned, attributes,
+        *counting.FORMS,
     )
 }  # fmt: skip
