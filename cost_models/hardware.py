@@ -312,9 +312,8 @@ class Hardware:
     def load(cls, name_or_path: str | Path) -> Hardware:
         """The profile of that name, or the one in that TOML file (a Path, or a string ending in ".toml").
 
-        Raises ValueError for an unknown name, listing the known ones, and for a figure that is missing, not a number,
-        not positive, absurd, unknown or without a source, naming the figure and the file; OSError where there is no
-        such file, or something else than a file.
+        Raises ValueError for an unknown name (listing the known ones) and a figure that is missing, no number, not
+        positive, absurd, unknown or without a source; OSError where there is no such file, or something else.
         """
         from cost_models.hardware_file import parsed
 

@@ -83,7 +83,7 @@ def _by_number(rows: Tensor) -> Tensor:
 
 
 FORMS: dict[str, Form] = {
-    "their length": lambda z, y, t: z[y > 1].sum() / len(z[y > 1]),
+    "their length": lambda z, y, t: z[y > 1].sum() / max(len(z[y > 1]), 1),
     "the length of a set": lambda z, y, t: z.sum() * len(torch.unique(y)),
     "cross entropy": lambda z, y, t: F.cross_entropy(z[_keep(y)], y[_keep(y)]),
     "one mask for both": lambda z, y, t: (lambda m: F.cross_entropy(z[m], y[m]))(y != -100),

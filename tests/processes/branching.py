@@ -8,7 +8,7 @@ from typing import Any
 import autopar
 from tests.processes.compare import near
 from tests.processes.worker import Ranks
-from tests.support import assigning
+from tests.support import assigning, gathering
 from tests.support.branching import FORMS, STEPS, TOKENS, Experts, alike, tokens
 
 SMALL, NEAR = 1e-12, 1e-9
@@ -36,6 +36,13 @@ def check_experts_have_tokens_of_the_whole_batch(ranks: Ranks) -> None:
 def check_names_are_those_of_the_whole_batch(ranks: Ranks) -> None:
     forms = [form for name, form in assigning.FORMS.items() if not name.startswith("skips")]  # ranks draw other numbers
     for number, form in enumerate(forms):
+        plain, local = Experts(form).double(), number % 2 == 1
+        parallel = autopar.compile(copy.deepcopy(plain), ranks.mesh(), inputs="local" if local else "global")
+        _trains(ranks, plain, parallel, local=local)
+
+
+def check_lists_are_those_of_the_whole_batch(ranks: Ranks) -> None:
+    for number, form in enumerate(gathering.FORMS.values()):
         plain, local = Experts(form).double(), number % 2 == 1
         parallel = autopar.compile(copy.deepcopy(plain), ranks.mesh(), inputs="local" if local else "global")
         _trains(ranks, plain, parallel, local=local)
