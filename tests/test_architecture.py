@@ -1,6 +1,7 @@
 """The architecture is a test: who may import whom, and what may stand nowhere."""
 
 import ast
+import functools
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +36,20 @@ UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "
 # --- what the code says --------------------------------------------------------------------------------------------
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+@functools.cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All of a file: several tests look at each."""
+    return tuple(ast.walk(tree))
+
+
+@functools.cache
+def imports(tree: ast.AST) -> tuple[tuple[str, str], ...]:
     """(module, name) of every import, wherever in the file; name is "" for `import module`. Dots lead if relative."""
-    for node in ast.walk(tree):
+    return tuple(_imports(tree))
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    for node in nodes(tree):
         match node:
             case ast.Import():
                 yield from ((alias.name, "") for alias in node.names)
@@ -61,14 +73,14 @@ def private_torch(tree: ast.AST) -> set[str]:
     Operators (`torch.ops._c10d_functional`) are what we generate, no import; nor is `SomeClass._name` one.
     """
     stands_for = {"torch": "torch"}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Import():
                 stands_for |= {alias.asname: alias.name for alias in node.names if alias.asname}
             case ast.ImportFrom(level=0, module=str(base)):
                 stands_for |= {alias.asname or alias.name: f"{base}.{alias.name}" for alias in node.names}
     told = {f"{module}.{name}".rstrip(".") for module, name in imports(tree)}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and (found := dotted(node)):
             head, _, rest = found.partition(".")
             told.add(f"{stands_for.get(head, '')}.{rest}")
@@ -99,7 +111,7 @@ def unsafe_loads(tree: ast.AST) -> set[str]:
     """Places that may run code held in a file: an unpickling module, or a loader told to trust what it reads."""
     found = {f"import {name}" for name in packages(tree) & UNPICKLERS}
     safe = {"weights_only": True, "allow_pickle": False}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.keyword(arg=str(arg), value=value) if arg in safe:
                 if not (isinstance(value, ast.Constant) and value.value is safe[arg]):
@@ -109,7 +121,7 @@ def unsafe_loads(tree: ast.AST) -> set[str]:
 
 def long_functions(tree: ast.AST, most: int) -> Iterator[tuple[str, int]]:
     """(name, lines) of every function with more than `most` lines from `def` to its end, its docstring left out."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             told = node.body[0] if ast.get_docstring(node) is not None else None
             skipped = 0 if told is None else (told.end_lineno or told.lineno) - told.lineno + 1

@@ -16,8 +16,17 @@ from tests.processes.compare import whole
 from tests.support.branching import Experts, Form, Layer, alike, both_backward, tokens
 from tests.support.gathering import FORMS, STEPS
 
+# The others are of what these have already.
+FIRST = (
+    "stacks", "adds_up", "returns_where_there_are_none", "appends_either_way", "within_one_another", "goes_on_or_does",
+    "entries_either_way", "entries_of_an_argument", "attributes", "counts_and_asks", "divides_by_what_it_counts",
+    "numbers_in_place", "skips_within_what_is_known",
+)  # fmt: skip
 
-@pytest.mark.parametrize("name", FORMS)
+
+@pytest.mark.parametrize(
+    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in FORMS]
+)
 def test_they_are_as_on_one_process(one: DeviceMesh, name: str) -> None:
     plain = Experts(FORMS[name]).double()
     both_backward(plain, autopar.compile(copy.deepcopy(plain), one), STEPS)
