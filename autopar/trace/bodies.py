@@ -22,6 +22,7 @@ from autopar.trace.reading import holds, tree_of
 Kind = TypeVar("Kind", bound=ast.stmt)
 NOTHING = frozenset[str]()
 ROOTS = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Subscript, ast.Compare)  # what gives something new, if they do
+IN_TURN = ("sum", "max", "min", "any", "all", "map", "reduce", "list", "tuple", "sorted", "divmod")
 VALUE = ".value"  # a name that nobody has
 OF_A_FRAME = (ast.Continue, ast.Break, ast.Return, ast.Yield, ast.YieldFrom, ast.Await)
 ASKS_MORE = "its condition asks several things"
@@ -208,7 +209,7 @@ def _rest(
             pairs = [(name, one)]
         case (ast.Tuple(names), ast.Tuple(values)) if len(names) == len(values) and all(map(_is_name, names)):
             pairs = [*zip(names, values, strict=True)]
-        case (ast.expr() as given, ast.expr() as one) if isinstance(given, ROOTS):
+        case (ast.expr() as given, ast.expr() as one) if is_root(given):
             pairs, gives = [(ast.Name(VALUE), one)], _root(code, given)
         case _:
             return "the function returns neither names nor what a function of torch gives at its end"
@@ -231,7 +232,7 @@ def _of_choice(
 ) -> Body | str:
     """`a if mask.any() else b`: that side is gone into whose value can be changed where it is computed."""
     sides = (True, choice.body, choice.orelse), (False, choice.orelse, choice.body)
-    found = [(truth, side, another) for truth, side, another in sides if isinstance(side, ROOTS)]
+    found = [(truth, side, another) for truth, side, another in sides if is_root(side)]
     if not found:
         return _of_names(choice, function, asks)
     for truth, side, another in found:
@@ -265,6 +266,13 @@ def _of_names(choice: ast.IfExp, function: ast.FunctionDef, asks: tuple[str, tup
             case _:
                 pass
     return "neither of the two is computed there"
+
+
+def is_root(one: ast.expr) -> bool:
+    """Whether one operator of torch may give it: what Python computes by several has no place where it is whole."""
+    return isinstance(one, ROOTS) and not (
+        isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id in IN_TURN
+    )
 
 
 def _is_name(one: ast.expr) -> bool:

@@ -189,13 +189,13 @@ class Converted:
         """
         if self._is_own or not any(any(one.written) for one in self.merged):
             return
-        # By id: where; None: in any case.
-        written: dict[int, Tensor | None] = {id(one.made): None for one in self.merged if one.written[0]}
+        written = dict[int, Tensor | None]()  # by id: where; None: in any case
+        first = {id(one.made) for one in self.merged if one.written[0]}
         with self.own(), mode:
             for one in reversed(self.merged):
-                if id(one.made) not in written:
+                if not one.written[0]:  # maybe through a view of it, a moment ago
                     continue
-                within = written[id(one.made)]
+                within = None if id(one.made) in first else written.get(id(one.made))
                 for part, truth in ((one.new, one.truth), (one.old, one.truth.logical_not())):
                     where = truth if within is None else truth & within
                     part.copy_(torch.where(where, one.made, part))

@@ -342,7 +342,8 @@ class _Watch(TorchFunctionMode):
             )
 
     def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = with_numbers(func, args, kwargs, self._called)
+        in_branch = bool(self.checks.branches.here())  # where writes are seen as such of tensors
+        result = with_numbers(func, args, kwargs, self._called, *([self._called] if in_branch else []))
         if writes_in_place(getattr(func, "__name__", ""), kwargs):
             self.literals.set_by_number(tensors_in(args[:1]))
         self.beside.made(func, args, kwargs, result)

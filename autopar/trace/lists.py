@@ -14,6 +14,8 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -29,6 +31,7 @@ ASKS = (
     "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__repr__", "__copy__", "copy", "count", "index", "insert", "pop",
     "popleft", "remove", "reverse", "rotate", "sort", "get", "items", "keys", "values", "popitem", "setdefault",
 )  # fmt: skip
+BUILTIN = str(Path(__file__).with_name("builtin.py"))
 OF_A_KEY = ("__contains__", "__getitem__", "__delitem__", "get", "pop", "setdefault")
 OF_A_PLACE = ("__getitem__", "__delitem__", "pop")
 
@@ -86,6 +89,13 @@ class Asking:
                 yield place.path, writes[number].name, *writes[number].within
 
 
+def _is_users(frame: FrameType | None) -> bool:
+    """Whether code of the user's asks, by a function of Python's too (`autopar.trace.builtin`)."""
+    while frame is not None and frame.f_code.co_filename == BUILTIN:
+        frame = frame.f_back
+    return frame is not None and not is_torchs(frame.f_code.co_filename)
+
+
 def _noting(kind: Any) -> Any:
     """A kind of list or dict: of a list the first `found` elements, of a dict those keys, were there before forward."""
     made = type(kind.__name__, (kind,), {})
@@ -98,7 +108,7 @@ def _noting(kind: Any) -> Any:
         held.stood.found = set[Any]() if kind is dict else 0
 
     def put(held: Any, key: Any, value: Any) -> None:
-        if not is_torchs(sys._getframe(1).f_code.co_filename):  # nobody who copies it
+        if _is_users(sys._getframe(1)):  # nobody who copies it
             held.stood.found = held.stood.found - {key}
         kind.__setitem__(held, key, value)
 
@@ -112,7 +122,7 @@ def _method(kind: Any, name: str) -> Callable[..., Any]:
     of_kind = getattr(kind, name)
 
     def method(held: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_torchs(sys._getframe(1).f_code.co_filename) and not _is_new(kind, name, held, args):
+        if _is_users(sys._getframe(1)) and not _is_new(kind, name, held, args):
             _note(held, name)
         return of_kind(held, *args, **kwargs)
 

@@ -253,16 +253,22 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def with_numbers(func: Any, args: Any, kwargs: Any, called: Callable[[Any, Any, Any], Any] = _called) -> Any:
+def with_numbers(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    called: Callable[[Any, Any, Any], Any] = _called,
+    of_tensors: Callable[[Any, Any, Any], Any] = _called,
+) -> Any:
     """What `func` gives of these, some of which are `Number`s, as torch treats numbers of Python: they have no say in
     the dtype, and are not rounded to it before something is computed. `called`: what a function gives of numbers that
-    are known, or of tensors in their place. Raises TraceError where it takes none.
+    are known; `of_tensors`: of tensors in their place. Raises TraceError where it takes none.
     """
     if any(isinstance(leaf, Array) for leaf in pytree.tree_leaves((args, kwargs))):
         raise _array()
     args, kwargs = _given((args, kwargs))
     if not any(isinstance(leaf, Number) for leaf in pytree.tree_leaves((args, kwargs))):
-        return called(func, args, kwargs)
+        return of_tensors(func, args, kwargs)
     name = getattr(func, "__name__", "")
     in_place, known = writes_in_place(name, kwargs), name.strip("_")
     known = known if known in WITH_TENSORS or not name.startswith("__") else known[1:]  # __itruediv__, __rtruediv__
@@ -271,7 +277,7 @@ def with_numbers(func: Any, args: Any, kwargs: Any, called: Callable[[Any, Any, 
     if known in FILLED:
         return _filled(func, FILLED[known], args, kwargs, called)
     if isinstance(kwargs.get(SCALED.get(known, "")), Number) and "out" not in kwargs:
-        return _scaled(known, args, {**kwargs}, in_place, called)
+        return _scaled(known, args, {**kwargs}, in_place, of_tensors)
     if known not in WITH_TENSORS or any(isinstance(one, Number) for key, one in kwargs.items() if key not in NAMED):
         if isinstance(func, types.FunctionType) and func.__module__ in IN_PYTHON:
             return func(*args, **kwargs)
@@ -289,7 +295,7 @@ def with_numbers(func: Any, args: Any, kwargs: Any, called: Callable[[Any, Any, 
         return one.tensor.to(torch.float32 if widened else torch.result_type(first, one.like))
 
     args, kwargs = pytree.tree_map(value, (args, kwargs))
-    made = called(func, args, kwargs)
+    made = of_tensors(func, args, kwargs)
     return made.to(first.dtype) if widened else made
 
 

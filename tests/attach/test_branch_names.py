@@ -175,7 +175,16 @@ def returns_what_it_names(layer: Layer, x: Tensor, scores: Tensor, chosen: Tenso
 
 
 OUTSIDE = "which it assigns, may be read outside of it, and is no tensor ahead of it"
+
+
+def returns_a_sum(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    if (chosen == 0).any():
+        return x
+    return sum([x, layer.experts[0](x), x.sin()])  # type: ignore[return-value]
+
+
 NOT = {
+    returns_a_sum: "the function returns neither names nor what a function of torch gives at its end",
     of_two_types: "forward assigns 'number' in a branch .*, where it is 0.5, and else 1: ",
     of_another_shape: r"assigns 'h' .* it is a tensor of shape \[6\] and float64, and else a tensor of shape \[12, 6\]",
     not_there_ahead: f"'h', {OUTSIDE}",

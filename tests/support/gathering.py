@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.support import counting
+from tests.support import numbering
 from tests.support.branching import COUNT, Form, Layer
 
 STEPS = ((0, 1, 2, 3), (1,), (3, 0), (2,))  # the experts that have tokens
@@ -269,6 +269,6 @@ FORMS: dict[str, Form] = {
         chooses_by_their_number, appends_either_way, appends_two_or_one, within_one_another, puts_rows_together,
         two_lists, of_each_turn, goes_on_with_another, goes_on_or_does, entries_either_way, entries_that_are_there,
         entries_of_an_argument, entries_and_returns, entries_and_names_returned, attributes,
-        *counting.FORMS,
+        *numbering.FORMS,
     )
 }  # fmt: skip
