@@ -320,7 +320,7 @@ class Hardware:
         if isinstance(name_or_path, Path) or name_or_path.endswith(".toml"):
             return parsed(read_whole(name_or_path), str(name_or_path))
         if name_or_path not in known_hardware() and Path(name_or_path).is_file():
-            raise ValueError(f"hardware {cut(name_or_path)} is a file, and a profile's name ends with .toml: rename it")
+            raise ValueError(f"{Path(name_or_path).name!r} is a file, and the name of a profile's ends with .toml")
         return cls.known(name_or_path)
 
     @classmethod

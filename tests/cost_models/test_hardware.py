@@ -251,5 +251,5 @@ def test_attention_with_dropout_has_a_curve_of_its_own_or_that_without() -> None
 def test_a_file_of_another_ending_is_told(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("")
-    with pytest.raises(ValueError, match=r"mine.txt' is a file, and a profile's name ends with .toml"):
+    with pytest.raises(ValueError, match=r"mine.txt' is a file, and the name of a profile's ends with .toml"):
         Hardware.load(str(path))
