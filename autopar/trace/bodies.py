@@ -209,7 +209,7 @@ def _rest(
             pairs = [(name, one)]
         case (ast.Tuple(names), ast.Tuple(values)) if len(names) == len(values) and all(map(_is_name, names)):
             pairs = [*zip(names, values, strict=True)]
-        case (ast.expr() as given, ast.expr() as one) if is_root(given):
+        case (ast.expr() as given, ast.expr() as one) if _is_root(given):
             pairs, gives = [(ast.Name(VALUE), one)], _root(code, given)
         case _:
             return "the function returns neither names nor what a function of torch gives at its end"
@@ -232,7 +232,7 @@ def _of_choice(
 ) -> Body | str:
     """`a if mask.any() else b`: that side is gone into whose value can be changed where it is computed."""
     sides = (True, choice.body, choice.orelse), (False, choice.orelse, choice.body)
-    found = [(truth, side, another) for truth, side, another in sides if is_root(side)]
+    found = [(truth, side, another) for truth, side, another in sides if _is_root(side)]
     if not found:
         return _of_names(choice, function, asks)
     for truth, side, another in found:
@@ -268,7 +268,7 @@ def _of_names(choice: ast.IfExp, function: ast.FunctionDef, asks: tuple[str, tup
     return "neither of the two is computed there"
 
 
-def is_root(one: ast.expr) -> bool:
+def _is_root(one: ast.expr) -> bool:
     """Whether one operator of torch may give it: what Python computes by several has no place where it is whole."""
     return isinstance(one, ROOTS) and not (
         isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id in IN_TURN

@@ -26,8 +26,7 @@ from autopar.trace.bodies import ASKS_MORE, VALUE, Body, body_of, turn_of
 from autopar.trace.choices import Choices
 from autopar.trace.converted import Appended, Branch, Converted
 from autopar.trace.effects import added_to, effects_of
-from autopar.trace.entries import NO_TENSOR as NO_BASE
-from autopar.trace.entries import NOT_AHEAD, Entry, entry_of, value_of
+from autopar.trace.entries import NO_BASE, NOT_AHEAD, Entry, entry_of, value_of
 from autopar.trace.gathered import Gathered, cut, items_of
 from autopar.trace.values import MISSING, SCALARS, is_installed, is_torchs
 

@@ -71,6 +71,7 @@ class Choices:
         raise TraceError(f"forward adds up a list{line_here()} in which it has put {_told(one)} in a branch")
 
     def of_two(self, name: str, branch: Branch, new: Any, old: Any) -> Any:
+        """What is `new` where a branch is taken, else `old`. Raises TraceError, which names it, where it cannot be."""
         match new, old:
             case _ if new is old or (type(new) is type(old) and isinstance(new, (int, float)) and new == old):
                 return new

@@ -14,7 +14,7 @@ from torch import Tensor
 from autopar.trace.values import MISSING
 
 HOLDERS = (dict, OrderedDict, defaultdict, list)
-NO_TENSOR = "it writes to {}, which is no tensor that is there as a whole"
+NO_BASE = "it writes to {}, which is no tensor that is there as a whole"
 NOT_AHEAD = "{}, which it assigns, is no tensor that this call has made ahead of it"
 
 
@@ -84,11 +84,11 @@ def entry_of(target: ast.expr, frame: FrameType) -> Entry | str | None:
     if isinstance(holder, Tensor):
         return None
     if type(holder) not in HOLDERS:
-        return NO_TENSOR.format(ast.unparse(target.value))
+        return NO_BASE.format(ast.unparse(target.value))
     code = compile(ast.Expression(target.slice), frame.f_code.co_filename, "eval")
     key = eval(code, frame.f_globals, frame.f_locals)
     if isinstance(holder, list) and not (isinstance(key, int) and -len(holder) <= key < len(holder)):
-        return NO_TENSOR.format(ast.unparse(target.value))
+        return NO_BASE.format(ast.unparse(target.value))
     return Entry(told, holder, key % len(holder) if isinstance(holder, list) else key, False)
 
 

@@ -13,8 +13,9 @@ import autopar
 from autopar import TraceError
 from autopar.errors import CheckFailed
 from tests.processes.compare import whole
-from tests.support.branching import Experts, Form, Layer, alike, both_backward, tokens
-from tests.support.gathering import FORMS, STEPS
+from tests.support.assigning import STEPS
+from tests.support.branching import Experts, Form, Layer, alike, both_backward, quick_ones, tokens
+from tests.support.gathering import FORMS
 
 # The others are of what these have already.
 FIRST = (
@@ -24,9 +25,7 @@ FIRST = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in FORMS]
-)
+@pytest.mark.parametrize("name", quick_ones(FORMS, FIRST))
 def test_they_are_as_on_one_process(one: DeviceMesh, name: str) -> None:
     plain = Experts(FORMS[name]).double()
     both_backward(plain, autopar.compile(copy.deepcopy(plain), one), STEPS)

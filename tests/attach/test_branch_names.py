@@ -15,7 +15,7 @@ import autopar
 from autopar import TraceError
 from autopar.errors import CheckFailed
 from tests.support.assigning import FORMS, STEPS
-from tests.support.branching import Experts, Form, Layer, both_backward, tokens
+from tests.support.branching import Experts, Form, Layer, both_backward, quick_ones, tokens
 
 # The others are of what these have already.
 FIRST = (
@@ -24,9 +24,7 @@ FIRST = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in FORMS]
-)
+@pytest.mark.parametrize("name", quick_ones(FORMS, FIRST))
 def test_they_are_as_on_one_process(one: DeviceMesh, name: str) -> None:
     plain = Experts(FORMS[name]).double()
     both_backward(plain, autopar.compile(copy.deepcopy(plain), one), STEPS)

@@ -28,7 +28,8 @@ def lying_otherwise(x: Tensor, draw: random.Random) -> Tensor:
     order = list(range(x.dim()))
     draw.shuffle(order)
     made = x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
-    strides = [draw.choice([1, 7, 16]) if size == 1 else stride for size, stride in zip(x.shape, made.stride())]  # noqa: B905
+    pairs = zip(x.shape, made.stride(), strict=True)
+    strides = [draw.choice([1, 7, 16]) if size == 1 else stride for size, stride in pairs]
     return made.as_strided(made.shape, strides)
 
 

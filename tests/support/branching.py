@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -75,6 +77,11 @@ def both_backward(plain: nn.Module, parallel: nn.Module, steps: Sequence[tuple[i
             each.zero_grad()
             each(*tokens(used, seed)).backward()
         alike(plain, parallel)
+
+
+def quick_ones(forms: Iterable[str], first: Sequence[str]) -> list[Any]:
+    """Names of forms, of which those that are not among the first run as slow tests."""
+    return [name if name in first else pytest.param(name, marks=pytest.mark.slow) for name in forms]
 
 
 def any_of_mask(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:

@@ -8,8 +8,6 @@ from torch import Tensor
 from tests.support import numbering
 from tests.support.branching import COUNT, Form, Layer
 
-STEPS = ((0, 1, 2, 3), (1,), (3, 0), (2,))  # the experts that have tokens
-
 
 def stacks(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
     losses = []
