@@ -116,9 +116,11 @@ class Streamed(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
-        for parameter in self._residing("stream"):
-            self._move_states(parameter, STORE)
-        settle()
+        state = self.parallel._autopar
+        if state.plan is not None or state.main is not None:  # else the first step stores them
+            for parameter in self._residing("stream"):
+                self._move_states(parameter, STORE)
+            settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
-from autopar.attach.generators import States, random_states
+from autopar.attach.generators import States, drawing_from, random_states, states_outside
 from autopar.attach.prepared import Prepared
 from autopar.attach.programs import Key, State, prepare
 from autopar.attach.run import Runner, Step
@@ -79,8 +79,8 @@ class Given:
 @dataclass(frozen=True)
 class Before:
     """A call, and what it found: attributes of modules, hooks in forward, buffers that it changes, how many calls drew
-    before it, and, on one rank, the states of generators. `given`: its arguments, once they are cut. `buffers`: as they
-    were, those of `changed` alone, once it has written to them.
+    before it, on one rank the states of torch's generators, and those of Python's and numpy's (`outside`). `given`: its
+    arguments, once they are cut. `buffers`: as they were, those of `changed` alone, once it has written to them.
     """
 
     parallel: Any
@@ -92,6 +92,7 @@ class Before:
     buffers: dict[str, Tensor]
     drawn: int
     states: States
+    outside: States
     given: Given | None = None
 
     @staticmethod
@@ -100,7 +101,8 @@ class Before:
         state, runner = parallel._autopar, prepared.runner
         states = random_states(runner.mesh.ranks, runner.coordinates[0].device) if prepared.draws else []
         attributes, hooks = prepared.attributes_now(), prepared.hooks.held()
-        return Before(parallel, prepared, key, attributes, hooks, frozenset(changed), {}, state.drawing_calls, states)
+        outside, drawn = states_outside(prepared.drawn), state.drawing_calls
+        return Before(parallel, prepared, key, attributes, hooks, frozenset(changed), {}, drawn, states, outside)
 
     def keep(self, name: str, held: Tensor, value: Tensor, alone: bool) -> bool:
         """Of a buffer that is about to become `value`; True where it is so by now. `alone`: nobody else has `value`,
@@ -151,7 +153,7 @@ class Before:
         for name, value in self.buffers.items():
             full.buffers[name][0][full.buffers[name][1]] = value
         try:
-            with self._standing():
+            with self._standing(), drawing_from(self.outside):
                 made = step_of(state, full, call)
         finally:
             state.drawing_calls = counted

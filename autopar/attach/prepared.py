@@ -23,6 +23,7 @@ from autopar.ir.layout import Layout
 from autopar.plan import Plan
 from autopar.trace.asked import Asked
 from autopar.trace.counted import Counting, held_at
+from autopar.trace.drawn import Draws
 from autopar.trace.formulas import Computed, Place
 from autopar.trace.modules import noted_on
 from autopar.trace.outputs import memory_of
@@ -50,7 +51,8 @@ class Prepared:
     slots that hold one tensor under two names. `hooked`: dicts of hooks that no program calls, and how many there were;
     `hooks`: those that it has. `without_tangent`: outputs whose gradient the program does not take. `writes`:
     attributes that forward sets, as `Reads.written` has them; `sets`: those that are no tensors, and to what, of the
-    numbers that are there; `left`: what it writes elsewhere. `counting`: numbers of modules that it takes. `told`: in
+    numbers that are there; `left`: what it writes elsewhere. `counting`: numbers of modules that it takes;
+    `drawn`: what it takes from Python's and numpy's generators. `told`: in
     words. `given`: leaves of what forward gives that lie where a tensor of the call (its place) or a buffer does.
     `asked`: what forward asks its arguments, and of which of the tensors of a call, by path. `has_trained`: whether a
     call with gradients ran it.
@@ -78,6 +80,7 @@ class Prepared:
     left: list[Write]
     checked: list[tuple[Any, Any]]
     counting: Counting
+    drawn: Draws
     told: str
     batch_dims: Mapping[str, int]
     given: Mapping[int, tuple[int | Slot, Look | None]]

@@ -94,8 +94,7 @@ class State:
         self.mesh = mesh_of(device_mesh)
         self.planner = planner
         self.outputs, self.inputs = outputs, inputs
-        self.backend = backend
-        self.precision = precision
+        self.backend, self.precision = backend, precision
         self.batch_norm, self.rules = batch_norm, rules
         self.groups: dict[str, str] = {}  # axis, or several at once -> name of this rank's process group
         self.updates = Updates()
@@ -332,13 +331,13 @@ def _prepared(
     paths = [path for path, leaf in leaves if isinstance(leaf, Tensor)]
     # Weakly: who drops the module frees it, and what it holds of a device, without Python's search for circles.
     modules = WeakValueDictionary(parallel.named_modules(remove_duplicate=False))
-    paths += captured.reads.counting.paths(modules)
+    paths += captured.reads.counting.paths(modules) + captured.reads.draws.paths()
     places = {path: place for place, path in enumerate(paths)}
     memory = NOWHERE if state.outputs == "sharded" else memory_of(captured.out_spec)
     held = [slots[node.target] for node in runner.parameters]
     beside = [slots[name] for name in runner.beside]
     whole = [slots[node.target] for node in graph.nodes if node.op == "parameter" or node.target in written]
-    tensors = (*call.tensors, *captured.reads.counting.tensors(modules))
+    tensors = (*call.tensors, *captured.reads.counting.tensors(modules), *captured.reads.draws.examples)
     sets = [(place, _setting(place, captured.reads)) for place in captured.reads.written]
     guards = guards_of(captured.reads, parallel)
     hooked = hooks.hooked(parallel)
@@ -371,6 +370,7 @@ def _prepared(
         captured.reads.left.writes,
         [(MISSING, None)] * len(held),
         captured.reads.counting,
+        captured.reads.draws,
         told_of(call, key),
         batch_dims_of(graph, tensors, places, state.device_mesh) if state.inputs == "local" else {},
         given_before(memory, {} if state.inputs == "local" else places, buffers),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.attach.generators import refuse_to_repeat
+from autopar.attach.generators import drawn_now, refuse_to_repeat
 from autopar.attach.inputs import local_input, piece_with_gradient, type_of
 from autopar.attach.placing import refuse_without_values
 from autopar.attach.prepared import Prepared
@@ -64,7 +65,10 @@ def step_of(state: State, prepared: Prepared, call: Call) -> Step:
             others.append(prepared.constants[node.target.rpartition(":")[0]])
     watched, through = list[Tensor](), dict[str, Tensor]()
     with_gradient = {node.name for node in prepared.graph.inputs_with_gradient}
-    tensors = (*call.tensors, *prepared.counting.tensors(prepared.modules))
+    asked = {path: call.tensors[at] for path, at in prepared.asks.items()}
+    ask = partial(prepared.asked.value, values=asked)
+    drawn_ahead = drawn_now(prepared.drawn, prepared.modules, ask, state.device_mesh)
+    tensors = (*call.tensors, *prepared.counting.tensors(prepared.modules), *drawn_ahead)
     for node, place, layout in prepared.inputs:
         given = tensors[place]  # outputs beside the loss may turn out to have a gradient that leads to it
         if given.requires_grad and node.name not in with_gradient and not prepared.without_tangent:

@@ -6,7 +6,7 @@ those of each later call before its program is chosen: one that was traced with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,11 +53,28 @@ class Slice:
 class Arguments:
     """`values`: path -> what an argument holds in the call that is traced. `at_once`: its numbers are taken out, and
     its masks counted, as they come; else where nothing else will do, and `is_lazy` says that something was left open.
+    `as_exported`: a library that writes for torch.export is told of one; `has_told`: it was.
     """
 
     values: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     at_once: bool = False
     is_lazy: bool = False
+    as_exported: bool = True
+    has_told: bool = False
+
+    def otherwise(self) -> Iterator[None]:
+        """Ways to trace a forward that cannot be traced like this."""
+        if self.is_lazy and not self.at_once:
+            self.at_once = True
+            yield
+        if self.has_told and self.as_exported:
+            self.as_exported = False
+            yield
+
+    def tells(self) -> bool:
+        """Whether to tell a library that writes for torch.export of one."""
+        self.has_told |= self.as_exported
+        return self.as_exported
 
 
 @dataclass
@@ -65,7 +82,8 @@ class Asked:
     """The questions of one forward. Values have numbers, and are made of such with smaller ones. `roots`: number of a
     value -> path of the argument that it is; `constants`: -> what it always is; `makings`: -> the function that gives
     it, what that is given, and which of what it gives. `answers`: number -> what it is, the line that asks, and the
-    numbers of all that it is made of, in order.
+    numbers of all that it is made of, in order; `given`: likewise of what functions outside of torch are given in each
+    call, and is another one in each (`autopar.trace.drawn`).
     """
 
     arguments: Arguments = field(default_factory=Arguments)
@@ -73,6 +91,7 @@ class Asked:
     constants: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     makings: dict[int, tuple[Any, Any, Any, int | None]] = field(default_factory=dict)
     answers: dict[int, tuple[Any, str, list[int]]] = field(default_factory=dict)
+    given: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     notes: list[str] = field(default_factory=list[str])
 
     def answer(self, number: int) -> Any:
@@ -88,6 +107,18 @@ class Asked:
         if (note := NOTE.format(line)) not in self.notes:
             self.notes.append(note)
         return found
+
+    def give(self, number: int) -> Tensor | None:
+        """That value in the call that is traced, and from now on in each; None where it is not made of arguments."""
+        if (steps := self._made_of(number)) is None:
+            return None
+        self.given[number] = steps
+        with outside_modes(), torch.no_grad():
+            return self.value(number, self.arguments.values)
+
+    def value(self, number: int, values: Mapping[str, Tensor]) -> Tensor:
+        """One of `given`, in a call with these arguments."""
+        return self._value(self.given[number], values, {})
 
     def changed(self, values: Mapping[str, Tensor], known: dict[int, Any]) -> str | None:
         """What is another answer in a call with these arguments, in words. `known`: gets what was computed of them."""
@@ -123,10 +154,12 @@ class Asked:
                 made.constants[known[number]] = held
         for number, (answer, line, steps) in self.answers.items():
             made.answers[known[number]] = answer, line, [known[step] for step in steps]
+        made.given = {number: [known[step] for step in steps] for number, steps in self.given.items()}
         return made
 
     def _needed(self) -> set[int]:
-        return {one for *_, steps in self.answers.values() for one in steps}
+        answers = [steps for *_, steps in self.answers.values()]
+        return {one for steps in (*answers, *self.given.values()) for one in steps}
 
     def _made_of(self, number: int) -> list[int] | None:
         """The numbers of all that a value is made of, itself the last; None where that is not arguments alone."""

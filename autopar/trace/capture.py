@@ -40,9 +40,10 @@ from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
 from autopar.trace.counted import ARGUMENT, Counting, is_counted, with_counted
 from autopar.trace.derivatives import TANGENTS, Derivative
-from autopar.trace.drawing import random_state, refuse_drawing
+from autopar.trace.drawing import Drawing, random_state
+from autopar.trace.drawn import undrawn
 from autopar.trace.experts import experts_kept
-from autopar.trace.exported import check_exported
+from autopar.trace.exported import check_exported, constants_of, plain_outputs
 from autopar.trace.fakes import fake_copy
 from autopar.trace.forward import watch_forward
 from autopar.trace.functions import functions_kept, with_functions
@@ -117,6 +118,7 @@ class _Setting:
     counted: Counting
     derivatives: Sequence[Derivative]
     arguments: Arguments
+    drawing: Drawing
 
     @property
     def device(self) -> str:
@@ -199,16 +201,19 @@ def capture(
     setting = _Setting(
         model, _fake_mode(), training, precision, device_type, autocast_for(device_type),
         around, around.enabled and device_type != "cpu", counted or Counting(),
-        derivatives, arguments or Arguments(),
+        derivatives, arguments or Arguments(), Drawing(),
     )  # fmt: skip
-    return _captured(setting, args, kwargs, every_tangent=every_tangent, loss_alone=loss_alone)
+    with undrawn():
+        return _captured(setting, args, kwargs, every_tangent=every_tangent, loss_alone=loss_alone)
 
 
 def _captured(
     setting: _Setting, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, every_tangent: bool, loss_alone: bool
 ) -> Captured:
     model, device_type = setting.model, setting.device_type
-    leaves, spec = dense_inputs(model, args, with_counted(kwargs, model, setting.counted.places))
+    again = partial(_captured, args=args, kwargs=kwargs, every_tangent=every_tangent, loss_alone=loss_alone)
+    further = setting.drawing.draws.among(with_counted(kwargs, model, setting.counted.places))
+    leaves, spec = dense_inputs(model, args, further)
     copy = _ready_to_trace(setting, kwargs.get("use_cache") is not False)
     inputs = _fake_inputs(setting, leaves, spec)
     alone = partial(setting.run_by_itself, inputs, copy.reads.caches)
@@ -220,14 +225,21 @@ def _captured(
         stack.enter_context(one_tf32_setting())
         # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
         stack.enter_context(torch.backends.mkldnn.flags(False, None, None, None))  # type: ignore[arg-type]
-        copy, exported, functions = _as_noted(setting, copy, inputs)
+        try:
+            copy, exported, functions = _as_noted(setting, copy, inputs)
+        except Exception:
+            is_known = random_state() == copy.drawn or setting.drawing.draws.are_there
+            if is_known or not setting.drawing.look(copy.model, inputs.call(), setting.mode):
+                raise
+            return again(setting)  # what needs values may be what draws
         check_exported(exported, copy.reads.with_gradient, device_type)
         if not setting.under_its_autocast and has_autocast(exported.graph_module, device_type):
-            there = replace(setting, mode=_fake_mode(), under_its_autocast=True)
-            return _captured(there, args, kwargs, every_tangent=every_tangent, loss_alone=loss_alone)
+            return again(replace(setting, mode=_fake_mode(), under_its_autocast=True))
         if random_state() != copy.drawn:
             with computing_for_good(copy.reads.caches):
-                refuse_drawing(copy.model, inputs.call(), setting.mode)
+                setting.drawing.look(copy.model, inputs.call(), setting.mode)
+        if not setting.drawing.is_settled():
+            return again(setting)
         inner = read_before_assigned(exported.module(check_guards=False))
         with_functions(inner, functions)
         fakes = _spell_out_casts(setting, inner, inputs)
@@ -246,8 +258,8 @@ def _captured(
             "(transformers models do where they are given labels), or leave outputs= out"
         )
     return Captured(
-        joint.graph_module, joint.out_spec, tuple(leaves), _constants(joint.graph_module),
-        _plain_outputs(joint.graph_module), aliases(model), frozenset(beside.without_tangent), copy.reads,
+        joint.graph_module, joint.out_spec, tuple(leaves), constants_of(joint.graph_module),
+        plain_outputs(joint.graph_module), aliases(model), frozenset(beside.without_tangent), copy.reads,
         tuple(copy.notes), synced(model), device_type,
     )  # fmt: skip
 
@@ -269,7 +281,7 @@ def _ready_to_trace(setting: _Setting, may_cache: bool, left: Sequence[torch.Ten
     caches = settle(copy, notes) and may_cache
     drawn = random_state()
     reads.count(setting.counted)
-    reads.asked = Asked(setting.arguments, notes=notes)
+    reads.asked, reads.draws = Asked(setting.arguments, notes=notes), setting.drawing.draws
     returning(copy, reads, notes, setting.derivatives)
     watch_forward(copy, small_buffers(setting.model), notes, reads)
     return _Watched(copy, reads, notes, caches, may_cache, drawn, originals)
@@ -300,6 +312,7 @@ def _exported(
         watching(copy.model, copy.reads, copy.originals),
     ):
         with (
+            setting.drawing.standing(copy.model),
             functions_kept() as functions,
             distributions_as_they_come(),
             masks_left_out(copy.notes, copy.caches),
@@ -373,19 +386,3 @@ def _requiring_grad(fakes: list[Any], leaves: list[tuple[str, Any]]) -> list[Any
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             fake.requires_grad_()
     return fakes
-
-
-def _constants(joint: torch.fx.GraphModule) -> dict[str, torch.Tensor]:
-    """The tensors that the graph holds itself."""
-    names = [str(node.target) for node in joint.graph.nodes if node.op == "get_attr"]
-    return {name: getattr(joint, name) for name in names}
-
-
-def _plain_outputs(joint: torch.fx.GraphModule) -> dict[int, Any]:
-    """The leaves of the model's outputs that are no tensors, by their number."""
-    (output,) = joint.graph.find_nodes(op="output")
-    return {
-        desc.idx: value
-        for value, desc in zip(output.args[0], output.meta["desc"], strict=True)
-        if type(desc).__name__ == "PlainAOTOutput" and not isinstance(value, torch.fx.Node)
-    }

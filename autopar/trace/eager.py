@@ -21,16 +21,16 @@ SEEDS = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state"
 
 
 @contextlib.contextmanager
-def as_it_runs() -> Iterator[None]:
-    """Inside, `torch.compiler.is_compiling` and `is_exporting` say no, but to torch and to what writes for it; what
-    asks for the state of the generator, or sets it, is refused: operators of a program draw in each call. A module that
-    is moved to a device stays where the plan has it.
+def as_it_runs(tells: Callable[[], bool]) -> Iterator[None]:
+    """Inside, `torch.compiler.is_compiling` and `is_exporting` say no, but to torch and, where `tells`, to what writes
+    for it; what asks for the state of the generator, or sets it, is refused: operators of a program draw in each call.
+    A module that is moved to a device stays where the plan has it, and one that is cast to what it is stays as it is.
     """
     refused: list[tuple[Any, str, Callable[..., Any]]] = [
         (where, name, vars(where)[name]) for where in (torch, torch.random) for name in SEEDS if name in vars(where)
     ]
     moves = nn.Module.to
-    with told_of_export(lambda file: is_torchs(file) or WRITES_FOR_EXPORT in file):
+    with told_of_export(lambda file: is_torchs(file) or (WRITES_FOR_EXPORT in file and tells())):
         for where, name, function in refused:
             setattr(where, name, _refusing(function))
         nn.Module.to = _staying(moves)  # type: ignore[method-assign]
@@ -45,9 +45,17 @@ def as_it_runs() -> Iterator[None]:
 def _staying(moves: Callable[..., Any]) -> Callable[..., Any]:
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *(value for name, value in kwargs.items() if name != "non_blocking")]
-        return self if all(isinstance(one, (str, torch.device)) for one in given) else moves(self, *args, **kwargs)
+        if all(isinstance(one, (str, torch.device)) or _is_cast_so(self, one) for one in given):
+            return self
+        return moves(self, *args, **kwargs)
 
     return to
+
+
+def _is_cast_so(module: nn.Module, dtype: Any) -> bool:
+    """Whether a cast to that would change nothing."""
+    held = [one for one in (*module.parameters(), *module.buffers()) if one.is_floating_point() or one.is_complex()]
+    return isinstance(dtype, torch.dtype) and all(one.dtype == dtype for one in held)
 
 
 def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:

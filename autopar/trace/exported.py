@@ -1,8 +1,9 @@
-"""What an exported program must not have: torch exports more than a plan can split."""
+"""What an exported program must not have, as torch exports more than a plan can split; and what a traced one holds."""
 
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,3 +85,19 @@ def _no_numbers(exported: torch.export.ExportedProgram) -> None:
                 f"forward takes a number out of a tensor{line_of_node(node)}, and a program has no values: leave it a "
                 "tensor; `assert tensor_condition` and `if tensor_condition: raise` are checked in each call"
             )
+
+
+def constants_of(joint: torch.fx.GraphModule) -> dict[str, torch.Tensor]:
+    """The tensors that the graph holds itself."""
+    names = [str(node.target) for node in joint.graph.nodes if node.op == "get_attr"]
+    return {name: getattr(joint, name) for name in names}
+
+
+def plain_outputs(joint: torch.fx.GraphModule) -> dict[int, Any]:
+    """The leaves of the model's outputs that are no tensors, by their number."""
+    (output,) = joint.graph.find_nodes(op="output")
+    return {
+        desc.idx: value
+        for value, desc in zip(output.args[0], output.meta["desc"], strict=True)
+        if type(desc).__name__ == "PlainAOTOutput" and not isinstance(value, torch.fx.Node)
+    }

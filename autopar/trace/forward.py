@@ -7,7 +7,6 @@ holds them a second time get those values too. A trained tensor from elsewhere w
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,10 +27,11 @@ from autopar.trace.counted import ARGUMENT, counted_from, standing
 from autopar.trace.counted_index import with_counted_places
 from autopar.trace.covariance import corrcoef, cov
 from autopar.trace.ctc import kept_as_one
+from autopar.trace.drawn import Drawn, of_drawn
 from autopar.trace.eager import as_it_runs
 from autopar.trace.encoders import as_torchs_encoders
-from autopar.trace.gradients import Taken
-from autopar.trace.independent import refuse_attributes, with_notes
+from autopar.trace.gradients import WITHOUT_GRADIENT, Taken
+from autopar.trace.independent import refuse_attributes, refuse_modules, with_notes
 from autopar.trace.lines import caller, line_here
 from autopar.trace.literals import Literals
 from autopar.trace.looks import as_looks, looks_in
@@ -60,10 +60,6 @@ LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 DATA: Any = torch.Tensor.data
 GRAD: Any = torch.Tensor.grad
-WITHOUT_GRADIENT = re.compile(
-    "is_.*|detach|__get__|size|stride|dim|ndimension|numel|nelement|element_size|get_device|type|data_ptr|.*storage.*|"
-    "item|tolist|.*_like|new_.*|arg(max|min|sort)|isnan|isinf|isfinite|gt|lt|ge|le|eq|ne|__(gt|lt|ge|le|eq|ne|len|hash|repr|format|bool|int|float|index|contains|reduce_ex|deepcopy)__"
-)
 
 
 def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: list[str], reads: Reads) -> None:
@@ -89,19 +85,21 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
             watch.checks.branches.tensors.free |= {*map(memory_of, now.values())}
             for name, value in values.items():
                 watch.literals.know(name, now[name], value)
-            numbers = counted_from(kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
+            numbers = counted_from(further := kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
+            reads.draws.begin(further, watch.checks)
             for path, leaf in flatten_inputs(args, kwargs)[0]:
                 if path in (there := reads.asked.arguments.values) and leaf.dtype == there[path].dtype:
                     watch.origins.is_argument(leaf, path)
             watch.registered |= set(map(id, tensors_in([*numbers.values()])))  # whose memory may be written to, too
             arguments, _ = flatten_inputs(args, kwargs)
-            had = with_notes(now, noted)
+            had, parts = with_notes(now, noted), dict(model.named_modules())
             with (
                 watch, standing(numbers, modules), math_of_counted(counting.are_there), inference_without_gradients(),
-                as_it_runs(),
+                as_it_runs(reads.asked.arguments.tells),
             ):  # fmt: skip
                 returned = original(*args, **kwargs)
                 refuse_attributes(now, had)
+                refuse_modules(parts, dict(model.named_modules()), reads.modules)
                 watch.checks.branches.sees()
                 watch.reads_at.check(vars(returned))
                 now_there = registered(model)
@@ -120,8 +118,9 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
         finally:
             replace_tensors(model, {id(value): stand_for[name] for name, value in now.items()}, registered=False)
             watch.checks.end()
+            reads.draws.end()
 
-    if counting.places:
+    if counting.places or reads.draws.taken:
         forward.__signature__ = with_argument(original, ARGUMENT)  # type: ignore[attr-defined]
     model.forward = forward
 
@@ -152,6 +151,8 @@ class _Watch(TorchFunctionMode):
             leaves = pytree.tree_leaves((args, kwargs))
             if any(isinstance(value, torch.Tensor) and self._is_from_outside(value) for value in leaves):
                 args, kwargs = self._without_gradient(func, args, kwargs or {})
+            if any(type(value) is Drawn for value in leaves):
+                return self._called(of_drawn, (func, args, kwargs or {}), {})
             if func in (torch.autograd.backward, torch.Tensor.backward):
                 raise TraceError(
                     f"forward calls backward{line_here()}, and a planned step adds up gradients once, behind forward: "

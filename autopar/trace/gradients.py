@@ -12,6 +12,7 @@ AOTAutograd traces below autograd, and sees all of it, with the gradients of the
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,12 @@ from autopar._compat import is_transforming
 from autopar.errors import TraceError
 from autopar.trace.functions import applied
 from autopar.trace.lines import line_here
+
+# Functions of torch that give nothing with a gradient.
+WITHOUT_GRADIENT = re.compile(
+    "is_.*|detach|__get__|size|stride|dim|ndimension|numel|nelement|element_size|get_device|type|data_ptr|.*storage.*|"
+    "item|tolist|.*_like|new_.*|arg(max|min|sort)|isnan|isinf|isfinite|gt|lt|ge|le|eq|ne|__(gt|lt|ge|le|eq|ne|len|hash|repr|format|bool|int|float|index|contains|reduce_ex|deepcopy)__"
+)
 
 
 @dataclass

@@ -126,6 +126,19 @@ def refuse_attributes(tensors: Mapping[str, Tensor], had: Mapping[str, Mapping[s
                 )
 
 
+def refuse_modules(had: Mapping[str, nn.Module], there: Mapping[str, nn.Module], lines: Mapping[str, str]) -> None:
+    """Raise TraceError where forward leaves another module behind than there was. `lines`: which set one."""
+    changed = [path for path in {**had, **there} if had.get(path) is not there.get(path)]
+    if changed:
+        path = next((one for one in changed if one in lines), changed[0])
+        line = f" at {lines[path]}" if path in lines else ""
+        was, now = (type(one[path]).__name__ if path in one else "another, or none" for one in (had, there))
+        raise TraceError(
+            f"forward changes which module is at self.{path}{line} (now {now}, before {was}), and a program has those "
+            "that were there: do that ahead of the call, as by one call of the plain model before it is compiled"
+        )
+
+
 def holds_fakes(left: list[Any], originals: Collection[int] = ()) -> bool:
     """Whether these values, or what they lead to, hold a traced tensor."""
     looked: dict[int, Any] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import sys
 import traceback
@@ -53,7 +54,7 @@ IT_RUNS = "Without autopar the model runs with these inputs, but torch.export ca
 NO_LINE = ", and names no line: a module that is none of Python (quantized, compiled) stands in the way, mostly."
 NO_RUN = (
     "Without autopar it fails in the same way on tensors of these shapes without values: make the model and its inputs "
-    "fit each other there."
+    "fit each other there. (If it runs with values, it does something else where it sees that nobody gives it any.)"
 )
 STILL_READ = "Compute with a clone of it, or write to it behind backward."
 MOVED = "Parameters lie where the plan has them, and are cast by precision=: leave that out of forward."
@@ -113,6 +114,8 @@ OWN_WORDS = {
     NUMPY: "it makes a numpy array of a tensor (.numpy())",
     VALUES: "it needs the values of a tensor",
 }
+NUMPYS = f"{os.sep}numpy{os.sep}"  # in the names of its files
+PASSED = ("transformers/utils", NUMPYS)  # through whose code models go
 CLASS = re.compile("<class '([^']+)'>")
 OPERATOR = re.compile(r"aten\.(\w+)")
 
@@ -210,10 +213,18 @@ def line_here() -> str:
 def _line(stack: traceback.StackSummary) -> str:
     for frame in reversed(stack):
         if not is_torchs(frame.filename):
-            if "transformers/utils" in frame.filename or frame.name == "<module>":
+            if any(part in frame.filename for part in PASSED) or frame.name == "<module>":
                 continue
             return f" at {frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
     return ""
+
+
+def line_outside_torch(depth: int) -> str:
+    """File and line of the innermost code outside of torch, Python and autopar, of what called so many calls out."""
+    frame = sys._getframe(depth + 1)
+    while frame is not None and is_torchs(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
 def caller(depth: int) -> str:

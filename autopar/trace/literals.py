@@ -46,7 +46,9 @@ _SIZED = """
 """
 MADE_SO_LARGE = frozenset(("arange", "zeros", "ones", "empty", "rand", "randn"))
 SIZED = frozenset(_SIZED.split()) | MADE_SO_LARGE
-ASKS = frozenset(("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "equal", "allclose", "is_nonzero"))
+ASKS = frozenset(
+    ("__bool__", "__int__", "__float__", "__index__", "__format__", "item", "tolist", "equal", "allclose", "is_nonzero")
+)
 
 
 class Literals:

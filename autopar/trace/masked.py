@@ -176,7 +176,7 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in OPERATORS:
+for _name in (*OPERATORS, "setitem"):
     setattr(Picked, f"__{_name}__", _method(f"__{_name}__"))
 Picked.__hash__ = object.__hash__  # type: ignore[method-assign]  # `==` compares rows
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autopar.trace.origins import writes_in_place
+from autopar.trace.sharing import has_storage, storage_of
 
-MODULE, ENTRY = "transformers.masking_utils", "sdpa"
+MODULE, ENTRIES = "transformers.masking_utils", ("sdpa", "eager")
 # Functions that keep numbers rising by one along the last dim, where nothing but their shape is changed.
 SHAPING = ["unsqueeze", "expand", "expand_as", "repeat", "view", "reshape", "to", "long", "int", "contiguous", "detach"]
 WHOLE = (torch.int64, torch.int32)
@@ -41,14 +42,20 @@ UNPACKED = (
 
 
 class _Positions(TorchFunctionMode):
-    """Sees which tensors hold the numbers of positions, one after the other, in each row."""
+    """Sees which tensors hold the numbers of positions, one after the other, in each row, and which ones alone, as
+    models make a padding mask of where they are given none.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._held: dict[int, Tensor] = {}
+        self._ones: dict[int, Tensor] = {}
 
     def are(self, tensor: Tensor) -> bool:
         return id(tensor) in self._held
+
+    def are_ones(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._ones
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -58,9 +65,19 @@ class _Positions(TorchFunctionMode):
             written = [one for one in (*args[:1], kwargs.get("out")) if isinstance(one, Tensor)]
             if any(not one.is_floating_point() for one in written):  # perhaps through a view of one of them
                 self._held.clear()
+            others = {storage_of(one) for one in written if has_storage(one)}
+            self._ones = {key: one for key, one in self._ones.items() if storage_of(one) not in others}
+        elif isinstance(result, Tensor) and self._is_of_ones(name, args) and has_storage(result):
+            self._ones[id(result)] = result
         elif isinstance(result, Tensor) and result.dtype in WHOLE and self._goes_on(name, args, kwargs, result):
             self._held[id(result)] = result
         return result
+
+    def _is_of_ones(self, name: str, args: Any) -> bool:
+        if name in ("ones", "new_ones", "ones_like"):
+            return True
+        looks = name in (*SHAPING, "bool", "float") or (name == "__getitem__" and not _tensors(args[1]))
+        return looks and isinstance(args[0], Tensor) and self.are_ones(args[0])
 
     def _goes_on(self, name: str, args: Any, kwargs: Any, result: Tensor) -> bool:
         if name == "arange":
@@ -74,6 +91,10 @@ class _Positions(TorchFunctionMode):
             return bool(known) and all(part is None or part == slice(None) for part in _parts(args[1]))
         same_rows = bool(known) and result.dim() > 0 and result.shape[-1] == known[0].shape[-1]
         return name in SHAPING and same_rows
+
+
+def _tensors(index: Any) -> bool:
+    return any(isinstance(part, Tensor) for part in _parts(index))
 
 
 def _parts(index: Any) -> tuple[Any, ...]:
@@ -101,9 +122,10 @@ def masks_left_out(notes: list[str], caches: bool = False) -> Iterator[None]:
             notes.append(UNPACKED)
         return None if caches else packed(ids)
 
-    before, local = table[ENTRY], dict(table._local_mapping)
-    if before is getattr(masking, "sdpa_mask", None):  # else somebody's own, which means more
-        table[ENTRY] = _asked(before, notes)
+    local = dict(table._local_mapping)
+    for entry in ENTRIES:
+        if table[entry] is getattr(masking, f"{entry}_mask", None):  # else somebody's own, which means more
+            table[entry] = _asked(table[entry], notes, positions.are_ones, keeps_causal=entry == "eager")
     masking.find_packed_sequence_indices = looked_for  # type: ignore[attr-defined]
     try:
         with positions:
@@ -114,7 +136,9 @@ def masks_left_out(notes: list[str], caches: bool = False) -> Iterator[None]:
         table._local_mapping.update(local)
 
 
-def _asked(make: Callable[..., Any], notes: list[str]) -> Callable[..., Any]:
+def _asked(
+    make: Callable[..., Any], notes: list[str], are_ones: Callable[[Tensor], bool], *, keeps_causal: bool
+) -> Callable[..., Any]:
     owner = threading.get_ident()
 
     def mask(*args: Any, **given: Any) -> Any:
@@ -123,9 +147,10 @@ def _asked(make: Callable[..., Any], notes: list[str]) -> Callable[..., Any]:
             return make(*args, **given)  # another version of the library, or a model that runs in another thread
         queries, keys = given["q_length"], given["kv_length"]
         window, padding = given.get("local_size"), given.get("attention_mask")
+        padding = None if padding is not None and are_ones(padding) else padding
         starts = [given.get(name, 0) for name in ("q_offset", "kv_offset")]
         is_plain = padding is None and (window is None or keys < window) and all(isinstance(n, int) for n in starts)
-        if is_plain and given["allow_is_causal_skip"] and queries == keys and not any(starts):
+        if is_plain and not keeps_causal and given["allow_is_causal_skip"] and queries == keys and not any(starts):
             return None
         if is_plain and given.get("allow_is_bidirectional_skip"):
             return None

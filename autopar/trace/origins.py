@@ -143,6 +143,12 @@ class Origins:
             return None
         return self.asked.answer(self._by_id[id(tensor)])
 
+    def given(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor] | None:
+        """The number of a tensor that is made of arguments alone, and what is in it; None where nobody knows."""
+        number = self._by_id[id(tensor)] if self._is_known(tensor) else None
+        value = None if number is None else self.asked.give(number)
+        return None if number is None or value is None else (number, value)
+
     def answer_by(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Likewise, what a function gives that gives a truth: `torch.equal`, `in`."""
         told = self._told_all(func.__name__.strip("_"), args, kwargs)

@@ -29,10 +29,11 @@ from autopar.trace.cached import computing_for_good
 from autopar.trace.code import methods_of
 from autopar.trace.configurations import Configurations
 from autopar.trace.counted import Counting
+from autopar.trace.drawn import Draws
 from autopar.trace.formulas import Place
 from autopar.trace.keys import Keys
 from autopar.trace.left import Left, is_made
-from autopar.trace.lines import line_here
+from autopar.trace.lines import line_here, line_outside_torch
 from autopar.trace.lookups import Kept, Of
 from autopar.trace.modules import FORWARD_HOOKS, OF_EVERY_MODULE, REGISTERED
 from autopar.trace.names import nodes_in
@@ -58,7 +59,6 @@ from autopar.trace.values import (
     is_mine,
     is_noted_once,
     is_others,
-    is_torchs,
     own_names,
     snapshot,
 )
@@ -74,12 +74,13 @@ class Reads:
     of what may change in place, as it was first read. `names`: (where, name, value, a snapshot of it) of what functions
     and classes of the user's see outside the instance: class attributes, globals, variables of enclosing functions,
     and what is in objects that are found there. `inside`: what is read of configurations and other objects that modules
-    hold. `anew`: attributes of which forward makes another list, dict or set in each call. `classes`: those of modules,
+    hold. `anew`: attributes that forward makes a new list, dict or set of in each call. `classes`: those of modules,
     and what each has. `left`: what forward writes to these. `counting`: numbers that are arguments of the trace.
     `with_gradient`: buffers that forward sets to a tensor with one. `unregistered`: buffers that are none any more, as
     forward sets them to tensors of other shapes, or with a gradient that goes on. `outside`: tensors that are none of
-    the trace, of which it has the values: while they are held, no other has their ids, by which guards know them.
-    `keys`: by which the model's code asks dicts; None: by any. `asked`: what forward asks its arguments.
+    the trace, held so that no other has their ids, by which guards know them. `keys`: by which the model's code asks
+    dicts; None: by any. `asked`: what forward asks its arguments; `draws`: what it draws outside of torch.
+    `modules`: which it sets, and the line.
     """
 
     is_open: bool = False  # while forward runs, and not what torch does around it
@@ -98,6 +99,8 @@ class Reads:
     outside: list[Tensor] = field(default_factory=list[Tensor])
     keys: Keys | None = None
     asked: Asked = field(default_factory=Asked)
+    draws: Draws = field(default_factory=Draws)
+    modules: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         self.inside.sees = self.left.see
@@ -106,12 +109,15 @@ class Reads:
         """The attributes that hold one of these."""
         return {place for place, held in self.attributes.items() if any(leads_to(held, one) for one in objects)}
 
+    def sets_module(self, path: str | None, name: str, value: Any) -> None:
+        """That forward sets an attribute, which may be a module."""
+        if path is not None and self.is_open and isinstance(value, nn.Module):
+            self.modules[f"{path}.{name}" if path else name] = line_outside_torch(2)
+
     def deleted(self, path: str, name: str, was: Any) -> None:
         """That forward takes an attribute away."""
-        before, *_ = self.written.get((path, name), (was,))
-        if before is MISSING:
-            del self.written[path, name]  # forward has put it there
-        else:
+        before, *_ = self.written.pop((path, name), (was,))
+        if before is not MISSING:  # else forward has put it there
             self.written[path, name] = before, MISSING, line_here().removeprefix(" at ")
 
     @contextlib.contextmanager
@@ -162,6 +168,7 @@ class Reads:
 
     def see(self, place: Mapping[str, Any], name: str, value: Any) -> None:
         """That this value is found outside the instances."""
+        value = self.draws.in_place_of.get(id(value), value)
         self.names.append((place, name, value, snapshot(value)))
         self.left.see(place, name, value)
 
@@ -336,16 +343,16 @@ def _noting(
         return getting(self, name)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        own = getting(self, "__dict__")
-        path = path_of.get(id(own))
+        path = path_of.get(id(own := getting(self, "__dict__")))
         was = own.get(name, MISSING)
         setting(self, name, value)
+        reads.sets_module(path, name, value)
         if path is not None and reads.is_open and own.get(name, MISSING) is value:  # no property's
             is_tensor_slot = any(name in own.get(kept, ()) for kept in REGISTERED)
             is_new = was is not value or all(isinstance(leaf, CONSTANT) for leaf in pytree.tree_leaves(value))
             if is_new and not (name in OF_EVERY_MODULE or is_tensor_slot or _notes_weights(self, name, value)):
                 before, _, _ = reads.written.get((path, name), (was, None, ""))
-                reads.written[path, name] = before, value, _line_outside_torch()
+                reads.written[path, name] = before, value, line_outside_torch(1)
 
     def __delattr__(self: Any, name: str) -> None:
         was = getting(self, "__dict__").get(name, MISSING)
@@ -390,10 +397,3 @@ def _holds_modules(value: Any) -> bool:
     """Whether it is an object that forward has made with modules in it, which are those of the trace."""
     held = (own_names(value) or {}).values() if not isinstance(value, (Tensor, nn.Module, types.FunctionType)) else ()
     return any(isinstance(part, nn.Module) for part in held) and not tensors_within(value)
-
-
-def _line_outside_torch() -> str:
-    frame = sys._getframe(2)
-    while frame is not None and is_torchs(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""

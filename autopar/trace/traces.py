@@ -59,13 +59,11 @@ def capture(
     try:
         return captured(partial(trace, arguments=arguments))
     except TraceError:
-        if arguments.at_once or not arguments.is_lazy:
-            raise
-        arguments.at_once = True
-        try:
-            return captured(partial(trace, arguments=arguments))
-        except TraceError:
-            pass  # that is about something else, or about less
+        for _ in arguments.otherwise():
+            try:
+                return captured(partial(trace, arguments=arguments))
+            except TraceError:
+                pass  # that is about something else, or about less
         raise
     finally:
         arguments.values = {}  # which what is traced may hold, in circles

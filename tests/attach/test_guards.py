@@ -3,7 +3,6 @@
 import argparse
 import copy
 import math
-import random
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,6 @@ from torch.nn.utils import parametrize
 from transformers import GPT2Config
 
 import autopar
-from autopar.errors import TraceError
 from tests.processes.compare import near, same_gradients
 
 SCALE = 2.0
@@ -146,22 +144,6 @@ def test_what_is_as_it_was_before_has_its_program_still(one: DeviceMesh, monkeyp
     for beta in (0.5, 0.7, 0.5):
         parallel.beta = beta
         parallel(x)
-
-
-class Drawing(Base):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = random.random() if self.how == "python" else float(np.random.rand())
-        return (self.hidden(x) * scale).square().mean()
-
-
-@pytest.mark.parametrize("how", ["python", "numpy"])
-def test_random_numbers_that_are_not_torchs_are_refused_with_the_line(one: DeviceMesh, how: str) -> None:
-    with pytest.raises(TraceError, match=r"Python or numpy draws at .*test_guards\.py:\d+ would be the same"):
-        autopar.compile(Drawing(how), one)(torch.randn(4, 8))
 
 
 def test_hooks_of_the_whole_module_run_and_those_of_parameters_go_with_them(one: DeviceMesh) -> None:

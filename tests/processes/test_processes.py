@@ -45,6 +45,7 @@ FIRST = {
     ],
     "complexes": ["training"],
     "copies": ["a_copy_trains_by_itself"],
+    "drawn": ["stages_have_it"],
     "errors": [
         "a_rank_that_is_told_something_else",
         "a_rank_that_differs",

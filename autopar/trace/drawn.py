@@ -1,0 +1,352 @@
+"""Numbers that forward takes from Python's or numpy's own random generator, drawn anew ahead of each call.
+
+    lam = np.random.beta(self.alpha, self.alpha)
+    mask = torch.from_numpy(_mask_spans((rows, length), self.mask_prob))
+
+What is drawn, and what numpy makes of it, is noted as steps in Python, which a call runs again, in order; what forward
+makes a tensor or a number of is an argument of the program. A function that computes with what it draws in ways of
+Python's is a step as a whole, if it is given no tensors (`autopar.trace.drawing` finds those).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autopar._compat import outside_modes, pytree
+from autopar.errors import TraceError
+from autopar.trace.asked import Ref
+from autopar.trace.checks import Checks
+from autopar.trace.counted import ARGUMENT
+from autopar.trace.lines import line_here
+from autopar.trace.numbers import Number
+
+MOST = 256  # numbers in what one step gives
+IN_PLACE = ("sort", "fill", "put", "resize", "partition", "setflags", "byteswap", "setfield")
+LOOKS = ("shape", "ndim", "dtype", "size", "itemsize", "nbytes", "strides")
+MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
+INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+INSTEAD = (
+    "draw it with torch (torch.rand), in a function that is given no tensors and returns numbers or arrays of one "
+    "shape, or outside, and pass it as a tensor"
+)
+
+
+@dataclass(frozen=True)
+class OfArguments:
+    """A tensor that is made of arguments alone, by its number (`autopar.trace.asked.Asked.given`)."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class At:
+    """A module, by its path."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """`function`, or that `method` of the module at the path `function`, called with these; Refs are earlier steps."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    method: str | None = None
+
+    def run(self, made: Sequence[Any], modules: Mapping[str, nn.Module], asked: Callable[[int], Tensor]) -> Any:
+        args, kwargs = pytree.tree_map_only(Ref, lambda one: made[one.number], (self.args, self.kwargs))
+        args, kwargs = pytree.tree_map_only(OfArguments, lambda one: asked(one.number), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(At, lambda one: modules[one.path], (args, kwargs))
+        called = self.function if self.method is None else getattr(modules[self.function], self.method)
+        return called(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a program takes of a step, by its number: where that stands in forward, and an example."""
+
+    number: int
+    line: str
+    example: Tensor
+
+
+@dataclass
+class Draws:
+    """What forward draws. `are_there`: it does; `steps`: what a call runs ahead; `taken`: what the program takes of
+    these. `paths_of`: id of the attributes of each module that is traced -> its path; `in_place_of`: id of what stands
+    in the place of a function -> that.
+    """
+
+    are_there: bool = False
+    steps: list[Step] = field(default_factory=list[Step])
+    taken: list[Taken] = field(default_factory=list[Taken])
+    paths_of: dict[int, str] = field(default_factory=dict[int, str])
+    in_place_of: dict[int, Any] = field(default_factory=dict[int, Any])
+    is_drawing: bool = False
+    _values: list[Any] = field(default_factory=list[Any])
+    _there: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    _given: list[Tensor] = field(default_factory=list[Tensor])
+    _had: list[Any] = field(default_factory=list[Any])
+    _checks: Checks | None = None
+
+    def among(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Named arguments of a trace, and what forward was seen to take among them."""
+        drawn = dict(zip(self._names(), self.examples, strict=True))
+        return {**kwargs, ARGUMENT: {**kwargs.get(ARGUMENT, {}), **drawn}} if drawn else dict(kwargs)
+
+    def paths(self) -> list[str]:
+        """Which flat inputs of a trace these are."""
+        return [f"['{ARGUMENT}']['{name}']" for name in self._names()]
+
+    @property
+    def examples(self) -> list[Tensor]:
+        return [one.example for one in self.taken]
+
+    def _names(self) -> list[str]:
+        return [f"drawn[{place}]" for place in range(len(self.taken))]
+
+    def begin(self, given: Mapping[str, Tensor], checks: Checks) -> None:
+        """That a trace begins, of a forward that is given these."""
+        self._given, self._checks = [given[name] for name in self._names() if name in given], checks
+        self._had = [_kind(one) for one in self._given]
+        self.steps, self.taken, self._values, self._there = [], [], [], {}
+
+    @property
+    def are_as_given(self) -> bool:
+        """Whether the trace was given all that forward took: else the next one is."""
+        return [_kind(one.example) for one in self.taken] == self._had
+
+    def end(self) -> None:
+        """Let go of what was traced."""
+        self._values, self._there, self._given, self._checks = [], {}, [], None
+
+    def tensors(self, modules: Mapping[str, nn.Module], asked: Callable[[int], Tensor]) -> list[Tensor]:
+        """What the program takes in a call that is made now: this draws. `asked`: what is in tensors that functions
+        which draw are given, by number.
+        """
+        made: list[Any] = []
+        for step in self.steps:
+            made.append(step.run(made, modules, asked))
+        found = [as_tensor(made[one.number]) for one in self.taken]
+        for value, one in zip(found, self.taken, strict=True):
+            if _kind(value) != _kind(one.example):
+                raise TraceError(
+                    f"what forward draws{one.line} is {_told(value)} in this call, and was {_told(one.example)} when "
+                    "it was traced: have it draw as much each time, and mask what is not needed"
+                )
+        return found
+
+    def computed(self, function: Any, args: Any, kwargs: Any, method: str | None = None) -> Any:
+        """What stands for what a function, or that method of a module, gives that draws or is given what is drawn."""
+        assert self._checks is not None
+        if self._checks.branches.here():
+            raise TraceError(
+                f"forward draws a random number of Python's or numpy's{line_here()} where it hangs on values whether "
+                "it does: draw ahead of the branch"
+            )
+        given, told = (pytree.tree_map(partial(self._given_as, told), (args, kwargs)) for told in (False, True))
+        before = {} if method is None else {**vars(function)}
+        with self._drawing():
+            value = (function if method is None else getattr(function, method))(*given[0], **given[1])
+        if method is not None and not _are_same(before, vars(function)):
+            raise TraceError(f"{method} draws random numbers{line_here()} and sets attributes: do one of both there")
+        where = function if method is None else self.paths_of[id(vars(function))]
+        return self._noted(value, Step(where, *told, method))
+
+    def knows(self, args: Any) -> bool:
+        """Whether a function that draws may be given these: tensors among them are made of arguments."""
+        checks = self._checks
+        assert checks is not None
+        tensors = [one for one in pytree.tree_leaves(args) if isinstance(one, Tensor)]
+        return all(checks.origins.given(one) is not None for one in tensors)
+
+    def _given_as(self, told: bool, value: Any) -> Any:
+        """What a function is given for that in a trace; in words that each call understands, where `told`."""
+        assert self._checks is not None
+        if type(value) is Drawn:
+            return Ref(value.number) if told else value.value
+        if isinstance(value, Tensor) and (found := self._checks.origins.given(value)) is not None:
+            return OfArguments(found[0]) if told else found[1]
+        if told and isinstance(value, nn.Module) and id(vars(value)) in self.paths_of:
+            return At(self.paths_of[id(vars(value))])
+        if isinstance(value, Tensor | Number):
+            raise TraceError(f"what Python or numpy draws{line_here()} hangs on values of tensors: {INSTEAD}")
+        return value
+
+    def take(self, number: int) -> Tensor:
+        """What stands in a trace for what that step gives."""
+        if number not in self._there:
+            with outside_modes():
+                value = as_tensor(self._values[number])
+            place = len(self.taken)
+            self.taken.append(Taken(number, line_here(), value))
+            fits = place < len(self._given) and self._had[place] == _kind(value)
+            self._there[number] = self._given[place] if fits else value.clone()
+        return self._there[number]
+
+    def number(self, number: int) -> Number:
+        """The same, of what is a number."""
+        assert self._checks is not None
+        return Number(self.take(number), self._checks)
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Inside, generators draw, and behind it it is as if they had not."""
+        was, self.is_drawing = self.is_drawing, True
+        try:
+            with undrawn(), outside_modes():
+                yield
+        finally:
+            self.is_drawing = was
+
+    def _noted(self, value: Any, step: Step) -> Any:
+        self.steps.append(step)
+        self._values.append(value)
+        number = len(self.steps) - 1
+        if value is None:
+            return None
+        if isinstance(value, bool | int | float | np.generic):
+            return self.number(number)
+        if isinstance(value, np.ndarray):
+            return Drawn(value, number, self)
+        if type(value) in (list, tuple) and len(value) <= MOST:
+            parts = [
+                self._noted(part, Step(operator.getitem, (Ref(number), place), {})) for place, part in enumerate(value)
+            ]
+            return type(value)(parts)
+        raise TraceError(
+            f"Python or numpy draws{line_here()} what no program takes ({type(value).__name__}), only numbers and "
+            f"arrays: {INSTEAD}"
+        )
+
+
+class Drawn(np.lib.mixins.NDArrayOperatorsMixin):
+    """Stands for an array that is another one in each call. What numpy makes of it is a step; other code sees its
+    shape, and no values.
+    """
+
+    def __init__(self, value: np.ndarray, number: int, draws: Draws) -> None:
+        self.value, self.number, self._draws = value, number, draws
+
+    @property
+    def __class__(self) -> Any:
+        return np.ndarray
+
+    def tensor(self, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+        """A tensor of its own, as `torch.tensor` makes one."""
+        return self._draws.take(self.number).clone().to(dtype=dtype, device=device)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out") is not None:
+            raise self._refused()
+        return self._draws.computed(getattr(ufunc, method), inputs, kwargs)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return self._draws.computed(func, args, kwargs)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise self._refused()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in LOOKS:
+            return getattr(self.value, name)
+        if name in IN_PLACE:
+            raise self._refused()
+        if not callable(getattr(self.value, name)):
+            return self._draws.computed(getattr, (self, name), {})
+        return lambda *args, **kwargs: self._draws.computed(_method, (self, name, *args), kwargs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._draws.computed(operator.getitem, (self, index), {})
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise self._refused()
+
+    @staticmethod
+    def asked_for_length(drawn: Drawn, _: Any) -> int:
+        """In the place of `__len__`, by which torch would take it for a sequence of indices."""
+        return len(drawn.value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[place] for place in range(len(self.value)))
+
+    def __bool__(self) -> bool:
+        return self.item().asked_by(sys._getframe(1))
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __index__(self) -> int:
+        return operator.index(self.item())
+
+    def __repr__(self) -> str:
+        raise self._refused()
+
+    def _refused(self) -> TraceError:
+        return TraceError(
+            f"forward does something to an array that numpy draws{line_here()} that no call can do ahead: {INSTEAD}"
+        )
+
+
+def _method(array: np.ndarray, name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(array, name)(*args, **kwargs)
+
+
+def of_drawn(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a function of torch gives of arguments of which one is drawn."""
+    if func in MAKERS and type(args[0]) is Drawn and len(args) == 1:
+        return args[0].tensor(**kwargs)
+    if func not in INDEXED:
+        raise TraceError(
+            f"forward computes with an array that numpy draws{line_here()} as if it were a tensor: make one of it "
+            "first (torch.from_numpy)"
+        )
+    return func(*pytree.tree_map_only(Drawn, lambda one: one.tensor(), args))
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A number or an array of Python's or numpy's, with memory of its own."""
+    try:
+        return torch.from_numpy(np.array(value))
+    except TypeError:
+        raise TraceError(f"forward draws what no tensor holds ({np.asarray(value).dtype} of numpy's)") from None
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Behind it Python's and numpy's own generators are as they were."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
+
+
+def _kind(value: Tensor) -> tuple[Any, ...]:
+    return tuple(value.shape), value.dtype
+
+
+def _told(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
