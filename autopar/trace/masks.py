@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autopar.trace.origins import writes_in_place
-from autopar.trace.sharing import has_storage, storage_of
+from autopar.trace.origins import memory_of, writes_in_place
 
 MODULE, ENTRIES = "transformers.masking_utils", ("sdpa", "eager")
 # Functions that keep numbers rising by one along the last dim, where nothing but their shape is changed.
@@ -65,9 +64,10 @@ class _Positions(TorchFunctionMode):
             written = [one for one in (*args[:1], kwargs.get("out")) if isinstance(one, Tensor)]
             if any(not one.is_floating_point() for one in written):  # perhaps through a view of one of them
                 self._held.clear()
-            others = {storage_of(one) for one in written if has_storage(one)}
-            self._ones = {key: one for key, one in self._ones.items() if storage_of(one) not in others}
-        elif isinstance(result, Tensor) and self._is_of_ones(name, args) and has_storage(result):
+            others = {memory_of(one) for one in written}  # None: nobody knows which
+            here = {key: one for key, one in self._ones.items() if memory_of(one) not in others}
+            self._ones = {} if None in others else here
+        elif isinstance(result, Tensor) and self._is_of_ones(name, args) and memory_of(result) is not None:
             self._ones[id(result)] = result
         elif isinstance(result, Tensor) and result.dtype in WHOLE and self._goes_on(name, args, kwargs, result):
             self._held[id(result)] = result
