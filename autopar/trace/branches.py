@@ -259,6 +259,14 @@ class Branches:
         self._begun = kept
         return here
 
+    def hang(self) -> bool:
+        """Whether it hangs on values that the code which runs now does: it is in a branch, or in a later part of a
+        condition.
+        """
+        running = {*map(id, _frames(sys._getframe(1)))}
+        asking = (one for one in self._begun.values() if id(one.frame) in running and one.is_asking)
+        return bool(self.here()) or any(asking)
+
     def sees(self) -> None:
         """That a function of torch is called: which branches are left, what the last one has written to."""
         self.here()

@@ -252,6 +252,7 @@ def _captured(
         called = pytree.tree_unflatten(_requiring_grad(fakes, leaves), spec)
         with without_autocast():
             joint = aot_export_joint_with_descriptors(stack, inner, *called, decompositions=None)
+        setting.drawing.refuse_others(copy.drawn)
     if loss_alone and not beside.has_loss:
         raise TraceError(
             "outputs='loss' was asked for, and forward returns no scalar that has a gradient; return the loss "
@@ -282,6 +283,7 @@ def _ready_to_trace(setting: _Setting, may_cache: bool, left: Sequence[torch.Ten
     drawn = random_state()
     reads.count(setting.counted)
     reads.asked, reads.draws = Asked(setting.arguments, notes=notes), setting.drawing.draws
+    reads.draws.written = reads.written
     returning(copy, reads, notes, setting.derivatives)
     watch_forward(copy, small_buffers(setting.model), notes, reads)
     return _Watched(copy, reads, notes, caches, may_cache, drawn, originals)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autopar.trace.checks import Checks
 from autopar.trace.lines import line_here
+from autopar.trace.numbers import made_of_tensors
 from autopar.trace.origins import Looks
 
 # torch has each without a check, too: `torch.linalg.inv_ex`.
@@ -34,7 +35,7 @@ TOO_LARGE = (
 
 
 def checked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], checks: Checks) -> Callable[[], Any] | None:
-    """What gives what `func` gives where it is one of them; None: it is not."""
+    """What gives what `func` gives where it is one of them, or reads tensors in a list; None: it is neither."""
     if func in FACTORING and kwargs.get("out") is None:
         return lambda: _factored(FACTORING[func], args, kwargs, checks)
     if (
@@ -43,7 +44,7 @@ def checked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], checks: C
         and (least := kwargs.get("minlength", args[2] if len(args) > 2 else 0))
     ):
         return lambda: counted(args[0], kwargs.get("weights", args[1] if len(args) > 1 else None), least, checks)
-    return None
+    return made_of_tensors(func, args, kwargs)
 
 
 def _factored(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], checks: Checks) -> Any:

@@ -103,6 +103,12 @@ class Branch:
         return self.body.first <= places_of(self.frame.f_code)[at // 2] < self.body.last and not is_again
 
     @property
+    def is_asking(self) -> bool:
+        """Whether the rest of its condition is asked now."""
+        at = -1 if self.frame is None else self.frame.f_lasti
+        return self.asked_at < at and places_of(self.frame.f_code)[at // 2] < self.body.first if self.frame else False
+
+    @property
     def where(self) -> str:
         return WHERE.format(self.file, self.body.first[0])
 

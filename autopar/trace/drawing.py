@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from autopar._compat import FakeTensorMode, pytree
 from autopar.errors import TraceError
 from autopar.trace.drawn import INSTEAD, Drawn, Draws
 from autopar.trace.lines import NUMPYS, caller, line_here
+from autopar.trace.numbers import Number
 from autopar.trace.values import is_torchs
 
 # Modules with functions that draw from their own generator, that generator, and functions that are none of its methods.
@@ -26,7 +28,7 @@ GENERATORS = (
     (np.random, vars(np.random.mtrand)["_rand"], ("seed", "ranf", "sample")),
 )
 MOST_TRACES = 5
-_DEFAULT_RNG = np.random.default_rng
+FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
 STATES = ("getstate", "setstate", "get_state", "set_state")
 
 
@@ -47,6 +49,13 @@ class Site:
             setattr(self.held, self.name, value)
 
 
+MADE = ((np.random, "default_rng"), (np.random, "RandomState"), (random, "Random"))
+ALWAYS = (
+    *(Site(vars(where), name, vars(where)[name]) for where, name in MADE),
+    *(Site(vars(where), name, vars(where)[name]) for where, *_ in GENERATORS for name in STATES if name in vars(where)),
+)
+
+
 @dataclass
 class _Seen:
     """What a run shows: the first `line` that draws, the globals of all code that does, and for each draw the calls
@@ -55,15 +64,14 @@ class _Seen:
 
     line: str | None = None
     globals: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    draws: list[list[tuple[types.FrameType, Site | None]]] = field(default_factory=list[Any])
+    draws: list[list[tuple[types.FrameType, list[Site]]]] = field(default_factory=list[Any])
     gave: set[types.FrameType] = field(default_factory=set[types.FrameType])
 
     def sites(self) -> list[Site]:
         found = dict[tuple[int, str], Site]()
         for calls in self.draws:
-            sites = [site for frame, site in calls if frame in self.gave and site is not None]
-            if sites:
-                found[id(sites[-1].held), sites[-1].name] = sites[-1]
+            known = [sites for frame, sites in calls if frame in self.gave and sites]
+            found |= {(id(site.held), site.name): site for site in (known[-1] if known else ())}
         return [*found.values()]
 
 
@@ -106,11 +114,19 @@ class Drawing:
         ]
         return True
 
+    def refuse_others(self, state: tuple[int, int]) -> None:
+        """Raise TraceError where something has drawn since that was the `random_state`, behind the export."""
+        if random_state() != state:
+            raise TraceError(
+                "a torch.autograd.Function draws from Python's or numpy's generator, in its forward or its backward, "
+                "and a program would repeat that: draw in the module's forward, and pass the numbers as tensors"
+            )
+
     @contextlib.contextmanager
     def standing(self, model: nn.Module) -> Iterator[None]:
         """Inside, what forward of `model` draws is noted."""
         self.draws.paths_of = {id(vars(module)): path for path, module in model.named_modules()}
-        sites = [*self.sites, Site(vars(np.random), "default_rng", np.random.default_rng)]
+        sites = [*self.sites, *ALWAYS]
         if self.draws.are_there:
             sites.append(Site(vars(torch), "from_numpy", torch.from_numpy))
         stand_ins = [self._stand_in(site) for site in sites]
@@ -126,10 +142,12 @@ class Drawing:
 
     def _stand_in(self, site: Site) -> Any:
         draws, was = self.draws, site.was
-        if site.name == "default_rng":
-            return _seeded
+        if site.name in STATES:
+            return _refusing(was)
+        if site in ALWAYS:
+            return _seeded(was)
         if site.name == "from_numpy":
-            return lambda array: array.tensor() if type(array) is Drawn else was(array)
+            return lambda array: array.shared() if type(array) is Drawn else was(array)
         if isinstance(site.held, type) and isinstance(was, types.FunctionType):
 
             def method(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +156,15 @@ class Drawing:
                 return draws.computed(module, args, kwargs, site.name)
 
             return method
+        if isinstance(was, classmethod):
+            bound: Callable[..., Any] = was.__func__
+
+            def of_class(kind: Any, *args: Any, **kwargs: Any) -> Any:
+                is_run = draws.is_drawing or not draws.knows((args, kwargs))
+                of = partial(bound, kind)
+                return of(*args, **kwargs) if is_run else draws.computed(of, args, kwargs)
+
+            return classmethod(of_class)
         plain: Callable[..., Any] = was.__func__ if isinstance(was, staticmethod) else was
 
         def function(*args: Any, **kwargs: Any) -> Any:
@@ -147,11 +174,40 @@ class Drawing:
         return staticmethod(function) if isinstance(was, staticmethod) else function
 
 
-def _seeded(*args: Any, **kwargs: Any) -> np.random.Generator:
-    """`np.random.default_rng`: without a seed each call would draw from another generator."""
-    if not any(one is not None for one in (*args, *kwargs.values())) and not is_torchs(caller(1)):
-        raise TraceError(f"forward draws from a generator of numpy's that has no seed{line_here()}: {INSTEAD}")
-    return _DEFAULT_RNG(*args, **kwargs)
+def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    def states(*args: Any, **kwargs: Any) -> Any:
+        if is_torchs(caller(1)):
+            return function(*args, **kwargs)
+        raise TraceError(
+            f"forward asks for the state of Python's or numpy's generator, or sets it{line_here()}, and what it draws "
+            "is drawn ahead of each call: do that outside of forward"
+        )
+
+    return states
+
+
+class _Kind(type):
+    """Of classes that stand for the one that they are made from."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.__bases__[0])
+
+
+def _seeded(kind: Any) -> Any:
+    """Stands for a class of generators, or what makes one: without a seed each call would draw from another."""
+    is_class = isinstance(kind, type)
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if not any(one is not None for one in (*args, *kwargs.values())) and not is_torchs(caller(1 + is_class)):
+            raise TraceError(f"forward draws from a generator that has no seed{line_here()}: {INSTEAD}")
+        if any(isinstance(one, Number) or type(one) is Drawn for one in (*args, *kwargs.values())):
+            raise TraceError(f"forward draws the seed of a generator{line_here()}: {INSTEAD}")
+        return kind(*args, **kwargs)
+
+    def __new__(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return made(*args, **kwargs)
+
+    return _Kind(kind.__name__, (kind,), {"__new__": __new__}) if is_class else made
 
 
 def _is_generators(value: Any) -> bool:
@@ -194,7 +250,7 @@ def _run_and_see(run: Callable[[], object]) -> _Seen:
     return seen
 
 
-def _calls_without_tensors(frame: types.FrameType | None) -> Iterator[tuple[types.FrameType, Site | None]]:
+def _calls_without_tensors(frame: types.FrameType | None) -> Iterator[tuple[types.FrameType, list[Site]]]:
     """The functions that run in this frame and further out, as far as they are given no tensors."""
     while frame is not None and not is_torchs(frame.f_code.co_filename):
         code = frame.f_code
@@ -204,29 +260,28 @@ def _calls_without_tensors(frame: types.FrameType | None) -> Iterator[tuple[type
             tensors = [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor)]
             if code.co_name == "forward" or any(one.is_floating_point() or one.is_complex() for one in tensors):
                 return  # masks and lengths may be arguments
-            yield frame, _site(frame, values[0] if values else None)
+            yield frame, [*_sites(frame, values[0] if values else None)]
         frame = frame.f_back
 
 
-def _site(frame: types.FrameType, first: Any) -> Site | None:
-    """Where the name of the function is that runs in `frame`, and is given `first`; None where that is nowhere."""
+def _sites(frame: types.FrameType, first: Any) -> Iterator[Site]:
+    """Where names of the function are that runs in `frame`, and is given `first`."""
     outer = frame.f_back
     while outer is not None and outer.f_code.co_name.startswith("<"):
         outer = outer.f_back
     if outer is None:
-        return None
+        return
     caller_is = outer.f_locals.get(outer.f_code.co_varnames[0]) if outer.f_code.co_argcount else None
-    for of in (first, caller_is):
-        for kind in type(of).__mro__ if isinstance(of, nn.Module) else ():
-            for name, value in vars(kind).items():
-                if isinstance(value, types.FunctionType | staticmethod) and _code(value) is frame.f_code:
-                    return Site(kind, name, value)
-    names = outer.f_globals
-    return next((Site(names, name, value) for name, value in names.items() if _code(value) is frame.f_code), None)
+    kinds = [kind for of in (first, caller_is) if isinstance(of, nn.Module) for kind in type(of).__mro__]
+    kinds += first.__mro__ if isinstance(first, type) else ()
+    for held in (*kinds, outer.f_globals, frame.f_globals):
+        for name, value in (held if isinstance(held, dict) else vars(held)).items():
+            if isinstance(value, FUNCTIONS) and _code(value) is frame.f_code:
+                yield Site(held, name, value)
 
 
 def _code(value: Any) -> types.CodeType | None:
-    return getattr(value.__func__ if isinstance(value, staticmethod) else value, "__code__", None)
+    return getattr(value.__func__ if isinstance(value, staticmethod | classmethod) else value, "__code__", None)
 
 
 def _is_of_numbers(value: Any) -> bool:
@@ -240,5 +295,5 @@ def _distinct(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def random_state() -> tuple[int, int]:
     """That of Python's and numpy's own generators, to compare."""
-    name, keys, place, *_ = np.random.get_state()
-    return hash(random.getstate()), hash((name, keys.tobytes(), place))  # type: ignore[union-attr]
+    name, keys, *rest = np.random.get_state()  # of which one is a normal number that is left over
+    return hash(random.getstate()), hash((name, keys.tobytes(), *rest))  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ import contextlib
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from autopar._compat import outside_modes, pytree
 from autopar.errors import TraceError
+from autopar.trace.ahead import changing_nothing, refuse_what_is_set
 from autopar.trace.asked import Ref
 from autopar.trace.checks import Checks
 from autopar.trace.counted import ARGUMENT
@@ -86,7 +87,7 @@ class Taken:
 class Draws:
     """What forward draws. `are_there`: it does; `steps`: what a call runs ahead; `taken`: what the program takes of
     these. `paths_of`: id of the attributes of each module that is traced -> its path; `in_place_of`: id of what stands
-    in the place of a function -> that.
+    in the place of a function -> that. `written`: attributes that forward has set by now.
     """
 
     are_there: bool = False
@@ -94,6 +95,7 @@ class Draws:
     taken: list[Taken] = field(default_factory=list[Taken])
     paths_of: dict[int, str] = field(default_factory=dict[int, str])
     in_place_of: dict[int, Any] = field(default_factory=dict[int, Any])
+    written: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
     is_drawing: bool = False
     _values: list[Any] = field(default_factory=list[Any])
     _there: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -151,17 +153,20 @@ class Draws:
     def computed(self, function: Any, args: Any, kwargs: Any, method: str | None = None) -> Any:
         """What stands for what a function, or that method of a module, gives that draws or is given what is drawn."""
         assert self._checks is not None
-        if self._checks.branches.here():
+        if self._checks.branches.hang():
             raise TraceError(
                 f"forward draws a random number of Python's or numpy's{line_here()} where it hangs on values whether "
                 "it does: draw ahead of the branch"
             )
         given, told = (pytree.tree_map(partial(self._given_as, told), (args, kwargs)) for told in (False, True))
-        before = {} if method is None else {**vars(function)}
-        with self._drawing():
-            value = (function if method is None else getattr(function, method))(*given[0], **given[1])
-        if method is not None and not _are_same(before, vars(function)):
-            raise TraceError(f"{method} draws random numbers{line_here()} and sets attributes: do one of both there")
+        called = function if method is None else getattr(function, method)
+        modules = [one for one in (function, *pytree.tree_leaves((args, kwargs))) if isinstance(one, nn.Module)]
+        set_here = {
+            name for path, name in self.written if path in {self.paths_of.get(id(vars(one))) for one in modules}
+        }
+        refuse_what_is_set(called, modules, set_here, self.in_place_of)
+        with self._drawing(), changing_nothing(given, modules):
+            value = called(*given[0], **given[1])
         where = function if method is None else self.paths_of[id(vars(function))]
         return self._noted(value, Step(where, *told, method))
 
@@ -176,7 +181,10 @@ class Draws:
         """What a function is given for that in a trace; in words that each call understands, where `told`."""
         assert self._checks is not None
         if type(value) is Drawn:
+            value.look()
             return Ref(value.number) if told else value.value
+        if isinstance(value, np.ndarray):
+            return value.copy() if told else value  # it may be written to later
         if isinstance(value, Tensor) and (found := self._checks.origins.given(value)) is not None:
             return OfArguments(found[0]) if told else found[1]
         if told and isinstance(value, nn.Module) and id(vars(value)) in self.paths_of:
@@ -193,7 +201,8 @@ class Draws:
             place = len(self.taken)
             self.taken.append(Taken(number, line_here(), value))
             fits = place < len(self._given) and self._had[place] == _kind(value)
-            self._there[number] = self._given[place] if fits else value.clone()
+            # Nobody knows what is in it, as in the one that the next trace is given.
+            self._there[number] = self._given[place] if fits else torch.empty(value.shape, dtype=value.dtype)
         return self._there[number]
 
     def number(self, number: int) -> Number:
@@ -239,6 +248,7 @@ class Drawn(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __init__(self, value: np.ndarray, number: int, draws: Draws) -> None:
         self.value, self.number, self._draws = value, number, draws
+        self._sharing: list[tuple[Tensor, int]] = []
 
     @property
     def __class__(self) -> Any:
@@ -246,7 +256,18 @@ class Drawn(np.lib.mixins.NDArrayOperatorsMixin):
 
     def tensor(self, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
         """A tensor of its own, as `torch.tensor` makes one."""
+        self.look()
         return self._draws.take(self.number).clone().to(dtype=dtype, device=device)
+
+    def shared(self) -> Tensor:
+        """A tensor in the same memory, as `torch.from_numpy` makes one."""
+        self._sharing.append((made := self.tensor(), made._version))
+        return made
+
+    def look(self) -> None:
+        """Raise TraceError where it was written to by a tensor in its memory."""
+        if any(made._version != version for made, version in self._sharing):
+            raise self._refused()
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
@@ -340,8 +361,11 @@ def undrawn() -> Iterator[None]:
         np.random.set_state(states[1])
 
 
-def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
+def refuse_kept(values: Iterable[tuple[str, Any]]) -> None:
+    """Raise TraceError where forward returns an array that stands for what is drawn, or keeps it. `values`: as what."""
+    for name, value in values:
+        if any(type(one) is Drawn for one in pytree.tree_leaves(value)):
+            raise TraceError(f"forward {name} an array that numpy draws: make a tensor of it (torch.from_numpy)")
 
 
 def _kind(value: Tensor) -> tuple[Any, ...]:

@@ -206,7 +206,7 @@ class _Watch(TorchFunctionMode):
         """
         if (answer := self.literals.answer(func, args, kwargs)) is not None:
             if self.literals.asks_buffers((args, kwargs)):
-                self.checks.answered(func, args, kwargs, answer)
+                self.checks.answered(func, args, kwargs, self.literals.number(func, args, answer))
             return answer
         places = self.literals.nonzero(func, args, kwargs)
         if places is not None and self.literals.asks_buffers(args):

@@ -71,6 +71,7 @@ BY_FUNC = (
     "each row of a batch that of their sum."
 )
 CHOOSE = "A program does not: compute both and choose by torch.where, or loop as often as Python says."
+DRAWN = "Make a tensor of an array that numpy draws by torch.from_numpy, and of what else is drawn by torch.tensor."
 GROUPED = "torch traces grouped_mm of bfloat16 alone: cast both operands there, or multiply one group after the other."
 ADVICE = (
     (re.compile("cache_utils|(Dynamic|Static|EncoderDecoder)Cache"), CACHE),
@@ -84,6 +85,7 @@ ADVICE = (
     (re.compile(r"Unexpected fake buffer|no attribute 'constant'|inside of a function being transformed"), BY_FUNC),
     (re.compile("a leaf Variable that requires grad is being used in an in-place"), IN_PLACE),
     (re.compile("CausalBias"), CAUSAL_BIAS),
+    (re.compile("'Drawn'"), DRAWN),
     (re.compile("UncapturedHigherOrderOpError"), CHOOSE),  # of torch 2.11
     (re.compile("Expected inputs of BF16 type"), GROUPED),
     (re.compile("Unsupported input type <class 'numpy"), ARRAY),
@@ -113,6 +115,7 @@ OWN_WORDS = {
     CHOOSE: "it branches or loops in torch's own way (torch.cond)",
     NUMPY: "it makes a numpy array of a tensor (.numpy())",
     VALUES: "it needs the values of a tensor",
+    DRAWN: "it computes with an array that numpy draws as if that were a tensor",
 }
 NUMPYS = f"{os.sep}numpy{os.sep}"  # in the names of its files
 PASSED = ("transformers/utils", NUMPYS)  # through whose code models go

@@ -97,6 +97,10 @@ class Literals:
             return None
         return self._run(func, args, kwargs)
 
+    def number(self, func: Any, args: Any, answer: Any) -> Any:
+        """What an answer says: of text, the number that it was written of."""
+        return self._run(torch.Tensor.item, args[:1], {}) if func is torch.Tensor.__format__ else answer
+
     def sizes(
         self, func: Any, args: Any, kwargs: Any, of_arguments: Callable[[Tensor], Any]
     ) -> tuple[Any, Any, list[tuple[Tensor, int]]]:

@@ -6,6 +6,7 @@ not hang on it: sizes, and which way to go on.
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 import sys
 import types
@@ -30,10 +31,10 @@ BINARY: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # of two n
     "mod": (operator.mod, torch.remainder), "pow": (operator.pow, torch.pow),
 }  # fmt: skip
 COMPARED = {name: (getattr(operator, name), getattr(torch, name)) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-BY_UFUNC = {
-    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "true_divide": operator.truediv,
-    "divide": operator.truediv, "power": operator.pow,
-}  # fmt: skip
+BY_UFUNC = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "power": operator.pow}
+BY_UFUNC |= dict.fromkeys(("true_divide", "divide"), operator.truediv)
+# Functions of numpy, of one number, and of torch, which give the same of float64.
+OF_ONE = ("sqrt", "exp", "log", "sin", "cos", "tanh", "square", "floor", "ceil")
 DIVIDES = ("truediv", "floordiv", "mod")
 ARITHMETIC = {*BINARY, "div", "true_divide", "floor_divide", "remainder", "rsub"}
 LIMITS = ("clamp", "clamp_min", "clamp_max")
@@ -172,6 +173,8 @@ class Number:
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         """What numpy computes of it, as `np.mean` of a list does: operators of Python's."""
         python = BY_UFUNC.get(ufunc.__name__)
+        if method == "__call__" and ufunc.__name__ in OF_ONE and not kwargs:
+            return Number(getattr(torch, ufunc.__name__)(self.tensor.double()), self._checks)
         if method != "__call__" or python is None:
             raise needed_now()
         return python(*(one.item() if isinstance(one, np.generic) else one for one in args))
@@ -340,16 +343,30 @@ def _scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, **others: An
 
 
 def _tensor_of(data: Any, dtype: torch.dtype | None = None, *_: Any, **others: Any) -> Tensor:
-    """As `torch.tensor(data, ..)`."""
-    leaves = [one.like if isinstance(one, Number) else one for one in pytree.tree_leaves(data)]
-    kind = dtype or torch.tensor(leaves).dtype
+    """As `torch.tensor(data, ..)`, of lists with numbers of each call, or tensors, in them."""
+    kind = dtype or functools.reduce(torch.promote_types, map(_kind_of, pytree.tree_leaves(data)))
 
     def made(one: Any) -> Tensor:
         if isinstance(one, (list, tuple)):
             return torch.stack([*map(made, one)])
-        return one.tensor.to(kind, copy=True) if isinstance(one, Number) else torch.tensor(one, dtype=kind)
+        one = one.tensor if isinstance(one, Number) else one
+        return one.detach().to(kind, copy=True) if isinstance(one, Tensor) else torch.tensor(one, dtype=kind)
 
     return made(data).requires_grad_(others.get("requires_grad", False))
+
+
+def _kind_of(value: Any) -> torch.dtype:
+    """Of a tensor of such numbers."""
+    like = value.like if isinstance(value, Number) else value
+    return like.dtype if isinstance(like, Tensor) else torch.tensor(like).dtype
+
+
+def made_of_tensors(func: Any, args: Any, kwargs: Any) -> Callable[[], Tensor] | None:
+    """What gives `torch.tensor` of a list of tensors, which torch reads one by one; None: it is something else."""
+    makes = func in (torch.tensor, torch.as_tensor) and isinstance(args[0], (list, tuple))
+    if not makes or not any(isinstance(one, Tensor) for one in pytree.tree_leaves(args[0])):
+        return None
+    return lambda: _tensor_of(*args, **kwargs)
 
 
 MADE = {"tensor": _tensor_of, "as_tensor": _tensor_of, "new_tensor": _new_tensor, "scalar_tensor": _scalar_tensor}

@@ -21,6 +21,7 @@ from autopar.trace.closures import with_parts
 from autopar.trace.code import CODE
 from autopar.trace.counted import called
 from autopar.trace.derivatives import TANGENTS, Derivative, gradients_of
+from autopar.trace.drawn import refuse_kept
 from autopar.trace.formulas import Counted, with_plain_keys
 from autopar.trace.given import given_in, refuse_what_is_written
 from autopar.trace.independent import holds_fakes
@@ -149,6 +150,8 @@ def returning(model: nn.Module, reads: Reads, notes: list[str], derivatives: Seq
         reads.see_what_is_set_otherwise(had, modules)
         take_back(modules, before, reads)
         refuse_text([after for _, after, _ in reads.written.values()])
+        kept_as = ((f"keeps in {called(place)}", after) for place, (_, after, _) in reads.written.items())
+        refuse_kept([("returns", outputs), *kept_as])
         refuse_what_is_written(given, outputs)
         kept: dict[tuple[str, str], Any] = {}
         for place, held in reads.counting.refill(modules).items():

@@ -96,8 +96,23 @@ def of_arrays(layer: Layer, x: Tensor) -> Tensor:
     return layer.first(x * torch.from_numpy(noise) + torch.as_tensor(np.random.randn(WIDTH), dtype=x.dtype))
 
 
+def one_normal_number(layer: Layer, x: Tensor) -> Tensor:
+    return layer.first(x * np.random.randn() + np.sqrt(1 - np.random.beta(1.0, 1.0)))
+
+
+def of_an_array_that_is_written_to_later(layer: Layer, x: Tensor) -> Tensor:
+    order = np.arange(float(WIDTH))
+    drawn = np.random.permutation(order)
+    order[:] = 0
+    return layer.first(x * torch.from_numpy(drawn))
+
+
 FORMS = {
-    form.__name__: form for form in (scaled, mixed, masked, skips, in_a_method, seeds_itself, of_arrays)
+    form.__name__: form
+    for form in (
+        scaled, mixed, masked, skips, in_a_method, seeds_itself, of_arrays, one_normal_number,
+        of_an_array_that_is_written_to_later,
+    )
 }  # fmt: skip
 
 
@@ -175,44 +190,6 @@ def test_evaluation_draws_nothing_that_it_does_not_ask_for(one: DeviceMesh) -> N
     assert now == random.random()
 
 
-def in_a_branch(layer: Layer, x: Tensor) -> Tensor:
-    hidden = layer.first(x)
-    if hidden.sum() > 0:
-        hidden = hidden * random.random()
-    return hidden
-
-
-def without_a_seed(layer: Layer, x: Tensor) -> Tensor:
-    return layer.first(x * np.random.default_rng().random())
-
-
-def of_another_length(layer: Layer, x: Tensor) -> Tensor:
-    return layer.first(x) + torch.from_numpy(np.random.rand(np.random.randint(1, 5))).sum()
-
-
-def into_an_array(layer: Layer, x: Tensor) -> Tensor:
-    noise = np.zeros(WIDTH)
-    noise[:2] = np.random.rand(2) * float(x.shape[0])
-    return layer.first(x + torch.from_numpy(noise))
-
-
-@pytest.mark.parametrize(
-    ("form", "why"),
-    [
-        (in_a_branch, r"which way forward goes depends on values at .*test_drawn\.py:\d+"),
-        (without_a_seed, r"draws from a generator of numpy's that has no seed at .*test_drawn\.py:\d+"),
-        (of_another_length, r"hangs on values of tensors|at once"),
-        (into_an_array, r"does something to an array that numpy draws at .*test_drawn\.py:\d+"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_what_cannot_be_drawn_ahead_is_refused_with_the_line(
-    one: DeviceMesh, form: Callable[[Any, Tensor], Tensor], why: str
-) -> None:
-    with pytest.raises(TraceError, match=why):
-        autopar.compile(Layer(form), one)(torch.randn(ROWS, WIDTH))
-
-
 def spans_within(shape: tuple[int, int], lengths: Tensor | None = None) -> np.ndarray:
     """As SpecAugment masks within padded sequences."""
     mask, scale = np.zeros(shape, dtype=bool), np.random.rand(1).item()
@@ -242,16 +219,6 @@ def test_a_function_that_draws_may_be_given_what_is_made_of_arguments(one: Devic
             model(x, padding).backward()
         same_gradients(plain, parallel)
     assert sum(map(len, parallel._autopar.programs.values())) == 1
-
-
-def given_hidden(layer: Layer, x: Tensor) -> Tensor:
-    hidden = layer.first(x)
-    return hidden * torch.from_numpy(spans_within((len(x), WIDTH), lengths=(hidden > 0).sum(-1)))
-
-
-def test_it_may_not_be_given_what_is_hidden(one: DeviceMesh) -> None:
-    with pytest.raises(TraceError, match=r"test_drawn\.py:\d+"):
-        autopar.compile(Layer(given_hidden), one)(torch.randn(ROWS, WIDTH))
 
 
 def of_a_module(layer: Layer) -> np.ndarray:
