@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autopar._compat import FakeTensorMode, pytree
 from autopar.errors import TraceError
-from autopar.trace.drawn import INSTEAD, Drawn, Draws
+from autopar.trace.drawn import INSTEAD, Drawn, Draws, undrawn
 from autopar.trace.lines import NUMPYS, caller, line_here
 from autopar.trace.numbers import Number
 from autopar.trace.values import is_torchs
@@ -168,6 +168,9 @@ class Drawing:
         plain: Callable[..., Any] = was.__func__ if isinstance(was, staticmethod) else was
 
         def function(*args: Any, **kwargs: Any) -> Any:
+            if is_torchs(caller(1)):  # torch's own numbers for a trace
+                with undrawn():
+                    return plain(*args, **kwargs)
             is_run = draws.is_drawing or not draws.knows((args, kwargs))  # where it is, what it draws with is noted
             return plain(*args, **kwargs) if is_run else draws.computed(plain, args, kwargs)
 
