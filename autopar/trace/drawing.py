@@ -34,11 +34,11 @@ STATES = ("getstate", "setstate", "get_state", "set_state")
 
 @dataclass(frozen=True)
 class Site:
-    """Where the name of a function is that draws, and is given no tensors but masks and numbers: in globals, or in the
-    class of a module.
+    """Where the name of a function is that draws, and is given no tensors but masks and numbers: `held` is a dict of
+    globals, or the class of a module.
     """
 
-    held: dict[str, Any] | type
+    held: Any
     name: str
     was: Any
 

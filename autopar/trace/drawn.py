@@ -5,7 +5,7 @@
 
 What is drawn, and what numpy makes of it, is noted as steps in Python, which a call runs again, in order; what forward
 makes a tensor or a number of is an argument of the program. A function that computes with what it draws in ways of
-Python's is a step as a whole, if it is given no tensors (`autopar.trace.drawing` finds those).
+Python's is a step as a whole, if it is given no tensors but masks and numbers (`autopar.trace.drawing` finds those).
 """
 
 from __future__ import annotations
@@ -161,14 +161,13 @@ class Draws:
         given, told = (pytree.tree_map(partial(self._given_as, told), (args, kwargs)) for told in (False, True))
         called = function if method is None else getattr(function, method)
         modules = [one for one in (function, *pytree.tree_leaves((args, kwargs))) if isinstance(one, nn.Module)]
-        set_here = {
-            name for path, name in self.written if path in {self.paths_of.get(id(vars(one))) for one in modules}
-        }
+        here = {self.paths_of.get(id(vars(one))) for one in modules}
+        set_here = {name for path, name in self.written if path in here}
         refuse_what_is_set(called, modules, set_here, self.in_place_of)
         with self._drawing(), changing_nothing(given, modules):
             value = called(*given[0], **given[1])
         where = function if method is None else self.paths_of[id(vars(function))]
-        return self._noted(value, Step(where, *told, method))
+        return self._noted(value, Step(where, told[0], told[1], method))
 
     def knows(self, args: Any) -> bool:
         """Whether a function that draws may be given these: tensors among them are made of arguments."""
@@ -190,7 +189,10 @@ class Draws:
         if told and isinstance(value, nn.Module) and id(vars(value)) in self.paths_of:
             return At(self.paths_of[id(vars(value))])
         if isinstance(value, Tensor | Number):
-            raise TraceError(f"what Python or numpy draws{line_here()} hangs on values of tensors: {INSTEAD}")
+            raise TraceError(
+                f"what Python or numpy draws{line_here()} hangs on values of tensors, or other numbers that are drawn: "
+                f"{INSTEAD}"
+            )
         return value
 
     def take(self, number: int) -> Tensor:

@@ -47,7 +47,7 @@ def told(answers: Answers) -> str:
     words += [f"{key}={word}" for key, word in answers.asked.pin.items()]
     if answers.asked.allow is not None:
         words.append(f"allow {', '.join(answers.asked.allow) or 'none'}")
-    return ", ".join(words)
+    return ", ".join(words) or "nothing else than it has"
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
