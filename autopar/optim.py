@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
 from autopar.attach.module import ParallelModule
+from autopar.attach.optimizers import lay_out_states
 from autopar.attach.tensors import as_dtensor, layout_of
 from autopar.attach.whole import Whole
 from autopar.emit.moves import settle
@@ -135,6 +136,7 @@ class Streamed(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._updates.finish()
+        lay_out_states(self.optimizer)  # before the thread takes them
         streams, host = self._residing("stream"), self._residing("host")
         elsewhere = {id(parameter) for parameter in (*streams, *host)}
         if self.overlap and host:
@@ -315,7 +317,7 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     def is_so(settings: Mapping[str, Any]) -> bool:
         return updated(whole, settings).allclose(torch.cat([updated(piece, settings) for piece in whole.chunk(2)]))
 
-    return all(is_so(_settled(group)) for group in optimizer.param_groups)
+    return all(is_so(_settled(group)) for group in optimizer.param_groups if group["params"])
 
 
 def _as_it_begins(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: Tensor) -> dict[str, Any]:

@@ -63,16 +63,21 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
             )
 
 
-def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _refuse_whole_matrices(optimizer)
-    if _REPLACED:
-        _refuse_replaced(optimizer)
+def lay_out_states(optimizer: Optimizer) -> None:
+    """Have states that came since the last step lie as their parameters do."""
     first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
     seen = optimizer.state, getattr(first, "_spec", None)
     known = _LOOKED_AT.get(optimizer, (None, None))
     if known[0] is not seen[0] or known[1] is not seen[1]:
         _look_at_states(optimizer)
         _LOOKED_AT[optimizer] = seen
+
+
+def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _refuse_whole_matrices(optimizer)
+    if _REPLACED:
+        _refuse_replaced(optimizer)
+    lay_out_states(optimizer)
     found: list[tuple[str, nn.Module]] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:

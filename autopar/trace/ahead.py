@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.errors import TraceError
@@ -14,6 +15,10 @@ from autopar.trace.lines import line_here
 from autopar.trace.modules import OF_EVERY_MODULE
 from autopar.trace.values import snapshot
 
+INSTEAD = (
+    "draw it with torch (torch.rand), in a function that is given no tensors and returns numbers or arrays of one "
+    "shape, or outside, and pass it as a tensor"
+)
 MOST = 256  # functions that one may call
 
 
@@ -52,9 +57,17 @@ def _names_in(function: Any, modules: list[nn.Module], in_place_of: Mapping[int,
 
 @contextlib.contextmanager
 def changing_nothing(given: Any, modules: list[nn.Module]) -> Iterator[None]:
-    """Raise TraceError where a function that runs inside changes what it is given, or attributes of these modules."""
-    before = _held(given, modules)
+    """Raise TraceError where a function that runs inside changes what it is given, or attributes of these modules, or
+    draws from torch's generator, which forward draws from in its own order.
+    """
+    before, state = _held(given, modules), torch.default_generator.get_state()
     yield
+    if not torch.equal(state, torch.default_generator.get_state()):
+        torch.default_generator.set_state(state)
+        raise TraceError(
+            f"a function draws from Python's or numpy's generator and from torch's{line_here()}, and the one is done "
+            "ahead of each call: draw from one of them there"
+        )
     if _held(given, modules) != before:
         raise TraceError(
             f"a function that draws random numbers{line_here()} changes what it is given, or attributes of a module: "

@@ -240,6 +240,7 @@ def _captured(
                 setting.drawing.look(copy.model, inputs.call(), setting.mode)
         if not setting.drawing.is_settled():
             return again(setting)
+        setting.drawing.run_again(model, copy.reads.asked)
         inner = read_before_assigned(exported.module(check_guards=False))
         with_functions(inner, functions)
         fakes = _spell_out_casts(setting, inner, inputs)

@@ -74,6 +74,7 @@ class Checks:
         self.number: Callable[[Tensor], Any] = lambda tensor: number(tensor, self)  # `autopar.trace.numbers.Number`
         self.branches = Branches(self, mode, calls, number)
         self.arguments = arguments
+        self.draws: Any = None  # what it draws outside of torch (`autopar.trace.drawn.Draws`)
         self.instead = ""  # why what was asked last leads into no branch that only writes
         self.needed: Exception | None = None  # what was said where a number was needed that nobody has
         self._refused: TraceError | None = None

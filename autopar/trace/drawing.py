@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from autopar._compat import FakeTensorMode, pytree
 from autopar.errors import TraceError
-from autopar.trace.drawn import INSTEAD, Drawn, Draws, undrawn
+from autopar.trace.ahead import INSTEAD
+from autopar.trace.asked import Asked
+from autopar.trace.drawn import Draws, undrawn
+from autopar.trace.drawn_arrays import Drawn
 from autopar.trace.lines import NUMPYS, caller, line_here
 from autopar.trace.numbers import Number
 from autopar.trace.values import is_torchs
@@ -114,12 +117,18 @@ class Drawing:
         ]
         return True
 
+    def run_again(self, model: nn.Module, asked: Asked) -> None:
+        """`Draws.run_again`, of the model as it is now."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self.draws.run_again(modules, lambda number: asked.value(number, asked.arguments.values))
+
     def refuse_others(self, state: tuple[int, int]) -> None:
         """Raise TraceError where something has drawn since that was the `random_state`, behind the export."""
         if random_state() != state:
             raise TraceError(
-                "a torch.autograd.Function draws from Python's or numpy's generator, in its forward or its backward, "
-                "and a program would repeat that: draw in the module's forward, and pass the numbers as tensors"
+                "something that forward calls draws from Python's or numpy's generator where no trace sees it (a "
+                "torch.autograd.Function, a cached function), and a program would repeat that: draw in the module's "
+                "forward, and pass the numbers"
             )
 
     @contextlib.contextmanager

@@ -11,10 +11,9 @@ Python's is a step as a whole, if it is given no tensors but masks and numbers (
 from __future__ import annotations
 
 import contextlib
-import operator
 import random
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,21 +24,21 @@ from torch import Tensor, nn
 
 from autopar._compat import outside_modes, pytree
 from autopar.errors import TraceError
-from autopar.trace.ahead import changing_nothing, refuse_what_is_set
+from autopar.trace.ahead import INSTEAD, changing_nothing, refuse_what_is_set
 from autopar.trace.asked import Ref
 from autopar.trace.checks import Checks
 from autopar.trace.counted import ARGUMENT
+from autopar.trace.drawn_arrays import Drawn
 from autopar.trace.lines import line_here
 from autopar.trace.numbers import Number
+from autopar.trace.values import CONSTANT
 
 MOST = 256  # numbers in what one step gives
-IN_PLACE = ("sort", "fill", "put", "resize", "partition", "setflags", "byteswap", "setfield")
-LOOKS = ("shape", "ndim", "dtype", "size", "itemsize", "nbytes", "strides")
-MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
-INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-INSTEAD = (
-    "draw it with torch (torch.rand), in a function that is given no tensors and returns numbers or arrays of one "
-    "shape, or outside, and pass it as a tensor"
+GIVEN = (*CONSTANT, nn.Module, Tensor, Number, np.ndarray, np.generic, range, type, types.FunctionType)
+AS_PYTHONS = (np.float64, np.int64, np.bool_)  # numbers of numpy with which it computes as Python does
+ELSEWHERE = (
+    "a function that draws random numbers{} gives others ahead of forward than where forward calls it, and ahead is "
+    "where they are drawn: it may not hang on what forward does before, nor on what is around it; pass what it needs"
 )
 
 
@@ -65,6 +64,7 @@ class Step:
     args: Any
     kwargs: Any
     method: str | None = None
+    line: str = field(default_factory=line_here)
 
     def run(self, made: Sequence[Any], modules: Mapping[str, nn.Module], asked: Callable[[int], Tensor]) -> Any:
         args, kwargs = pytree.tree_map_only(Ref, lambda one: made[one.number], (self.args, self.kwargs))
@@ -122,7 +122,7 @@ class Draws:
     def begin(self, given: Mapping[str, Tensor], checks: Checks) -> None:
         """That a trace begins, of a forward that is given these."""
         self._given, self._checks = [given[name] for name in self._names() if name in given], checks
-        self._had = [_kind(one) for one in self._given]
+        self._had, checks.draws = [_kind(one) for one in self._given], self
         self.steps, self.taken, self._values, self._there = [], [], [], {}
 
     @property
@@ -132,7 +132,21 @@ class Draws:
 
     def end(self) -> None:
         """Let go of what was traced."""
-        self._values, self._there, self._given, self._checks = [], {}, [], None
+        self._there, self._given, self._checks = {}, [], None
+
+    def run_again(self, modules: Mapping[str, nn.Module], asked: Callable[[int], Tensor]) -> None:
+        """Raise TraceError where a step gives another value now, ahead of forward, than where forward has called it:
+        it hangs on what forward does before, or what is around it there.
+        """
+        for step, was in zip(self.steps, self._values, strict=True):
+            try:
+                with undrawn():
+                    now = step.run(self._values, modules, asked)
+            except Exception as error:
+                raise TraceError(f"{ELSEWHERE.format(step.line)} ({type(error).__name__}: {error})") from error
+            if not _is_same(now, was):
+                raise TraceError(ELSEWHERE.format(step.line))
+        self._values = []
 
     def tensors(self, modules: Mapping[str, nn.Module], asked: Callable[[int], Tensor]) -> list[Tensor]:
         """What the program takes in a call that is made now: this draws. `asked`: what is in tensors that functions
@@ -173,7 +187,10 @@ class Draws:
         """Whether a function that draws may be given these: tensors among them are made of arguments."""
         checks = self._checks
         assert checks is not None
-        tensors = [one for one in pytree.tree_leaves(args) if isinstance(one, Tensor)]
+        leaves = pytree.tree_leaves(args)
+        tensors = [one for one in leaves if isinstance(one, Tensor)]
+        if not all(isinstance(one, GIVEN) or type(one) is Drawn for one in leaves):
+            return False  # an object, which may be another one in each call
         return all(checks.origins.given(one) is not None for one in tensors)
 
     def _given_as(self, told: bool, value: Any) -> Any:
@@ -184,6 +201,8 @@ class Draws:
             return Ref(value.number) if told else value.value
         if isinstance(value, np.ndarray):
             return value.copy() if told else value  # it may be written to later
+        if isinstance(value, Number) and (step := self._step_of(value)) is not None:
+            return Ref(step) if told else self._values[step]
         if isinstance(value, Tensor) and (found := self._checks.origins.given(value)) is not None:
             return OfArguments(found[0]) if told else found[1]
         if told and isinstance(value, nn.Module) and id(vars(value)) in self.paths_of:
@@ -194,6 +213,10 @@ class Draws:
                 f"{INSTEAD}"
             )
         return value
+
+    def _step_of(self, value: Number) -> int | None:
+        """The step that gave a number, if it is as that gave it."""
+        return next((step for step, there in self._there.items() if value.tensor is there), None)
 
     def take(self, number: int) -> Tensor:
         """What stands in a trace for what that step gives."""
@@ -228,13 +251,18 @@ class Draws:
         number = len(self.steps) - 1
         if value is None:
             return None
+        if isinstance(value, np.generic) and value.dtype not in AS_PYTHONS:
+            raise TraceError(
+                f"forward takes a number of {value.dtype} out of an array that numpy draws{line_here()}, with which "
+                "numpy computes otherwise than a program: draw int64 or float64, or make a tensor of the array"
+            )
         if isinstance(value, bool | int | float | np.generic):
             return self.number(number)
         if isinstance(value, np.ndarray):
             return Drawn(value, number, self)
         if type(value) in (list, tuple) and len(value) <= MOST:
             parts = [
-                self._noted(part, Step(operator.getitem, (Ref(number), place), {})) for place, part in enumerate(value)
+                self._noted(part, Step(_part, (Ref(number), place, len(value)), {})) for place, part in enumerate(value)
             ]
             return type(value)(parts)
         raise TraceError(
@@ -243,105 +271,13 @@ class Draws:
         )
 
 
-class Drawn(np.lib.mixins.NDArrayOperatorsMixin):
-    """Stands for an array that is another one in each call. What numpy makes of it is a step; other code sees its
-    shape, and no values.
-    """
-
-    def __init__(self, value: np.ndarray, number: int, draws: Draws) -> None:
-        self.value, self.number, self._draws = value, number, draws
-        self._sharing: list[tuple[Tensor, int]] = []
-
-    @property
-    def __class__(self) -> Any:
-        return np.ndarray
-
-    def tensor(self, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
-        """A tensor of its own, as `torch.tensor` makes one."""
-        self.look()
-        return self._draws.take(self.number).clone().to(dtype=dtype, device=device)
-
-    def shared(self) -> Tensor:
-        """A tensor in the same memory, as `torch.from_numpy` makes one."""
-        self._sharing.append((made := self.tensor(), made._version))
-        return made
-
-    def look(self) -> None:
-        """Raise TraceError where it was written to by a tensor in its memory."""
-        if any(made._version != version for made, version in self._sharing):
-            raise self._refused()
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if kwargs.get("out") is not None:
-            raise self._refused()
-        return self._draws.computed(getattr(ufunc, method), inputs, kwargs)
-
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return self._draws.computed(func, args, kwargs)
-
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        raise self._refused()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name in LOOKS:
-            return getattr(self.value, name)
-        if name in IN_PLACE:
-            raise self._refused()
-        if not callable(getattr(self.value, name)):
-            return self._draws.computed(getattr, (self, name), {})
-        return lambda *args, **kwargs: self._draws.computed(_method, (self, name, *args), kwargs)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._draws.computed(operator.getitem, (self, index), {})
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        raise self._refused()
-
-    @staticmethod
-    def asked_for_length(drawn: Drawn, _: Any) -> int:
-        """In the place of `__len__`, by which torch would take it for a sequence of indices."""
-        return len(drawn.value)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[place] for place in range(len(self.value)))
-
-    def __bool__(self) -> bool:
-        return self.item().asked_by(sys._getframe(1))
-
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __int__(self) -> int:
-        return int(self.item())
-
-    def __index__(self) -> int:
-        return operator.index(self.item())
-
-    def __repr__(self) -> str:
-        raise self._refused()
-
-    def _refused(self) -> TraceError:
-        return TraceError(
-            f"forward does something to an array that numpy draws{line_here()} that no call can do ahead: {INSTEAD}"
-        )
-
-
-def _method(array: np.ndarray, name: str, *args: Any, **kwargs: Any) -> Any:
-    return getattr(array, name)(*args, **kwargs)
-
-
-def of_drawn(func: Any, args: Any, kwargs: Any) -> Any:
-    """What a function of torch gives of arguments of which one is drawn."""
-    if func in MAKERS and type(args[0]) is Drawn and len(args) == 1:
-        return args[0].tensor(**kwargs)
-    if func not in INDEXED:
+def _part(values: Sequence[Any], place: int, count: int) -> Any:
+    if len(values) != count:
         raise TraceError(
-            f"forward computes with an array that numpy draws{line_here()} as if it were a tensor: make one of it "
-            "first (torch.from_numpy)"
+            f"a function that draws gives {len(values)} numbers in this call, and gave {count} when it was traced: "
+            "have it draw as much each time, and mask what is not needed"
         )
-    return func(*pytree.tree_map_only(Drawn, lambda one: one.tensor(), args))
+    return values[place]
 
 
 def as_tensor(value: Any) -> Tensor:
@@ -363,11 +299,13 @@ def undrawn() -> Iterator[None]:
         np.random.set_state(states[1])
 
 
-def refuse_kept(values: Iterable[tuple[str, Any]]) -> None:
-    """Raise TraceError where forward returns an array that stands for what is drawn, or keeps it. `values`: as what."""
-    for name, value in values:
-        if any(type(one) is Drawn for one in pytree.tree_leaves(value)):
-            raise TraceError(f"forward {name} an array that numpy draws: make a tensor of it (torch.from_numpy)")
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if one is None or other is None:
+        return one is other
+    one, other = np.asarray(one), np.asarray(other)
+    return one.dtype == other.dtype and one.tobytes() == other.tobytes() and one.shape == other.shape
 
 
 def _kind(value: Tensor) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from autopar.trace.values import is_torchs
 
 # It writes for torch.export what cannot be traced otherwise (masks, caches), with the same numbers.
 WRITES_FOR_EXPORT = f"{os.sep}transformers{os.sep}"
+CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 SEEDS = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state", "fork_rng")
 
 
@@ -29,22 +30,25 @@ def as_it_runs(tells: Callable[[], bool]) -> Iterator[None]:
     refused: list[tuple[Any, str, Callable[..., Any]]] = [
         (where, name, vars(where)[name]) for where in (torch, torch.random) for name in SEEDS if name in vars(where)
     ]
-    moves = nn.Module.to
+    moves = {name: vars(nn.Module)[name] for name in ("to", "cpu", "cuda", *CASTS)}
     with told_of_export(lambda file: is_torchs(file) or (WRITES_FOR_EXPORT in file and tells())):
         for where, name, function in refused:
             setattr(where, name, _refusing(function))
-        nn.Module.to = _staying(moves)  # type: ignore[method-assign]
+        for name, move in moves.items():
+            setattr(nn.Module, name, _staying(move, CASTS.get(name)))
         try:
             yield
         finally:
-            nn.Module.to = moves  # type: ignore[method-assign]
+            for name, move in moves.items():
+                setattr(nn.Module, name, move)
             for where, name, function in refused:
                 setattr(where, name, function)
 
 
-def _staying(moves: Callable[..., Any]) -> Callable[..., Any]:
+def _staying(moves: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *(value for name, value in kwargs.items() if name != "non_blocking")]
+        given = given if dtype is None else [dtype]
         if all(isinstance(one, (str, torch.device)) or _is_cast_so(self, one) for one in given):
             return self
         return moves(self, *args, **kwargs)

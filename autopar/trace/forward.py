@@ -27,7 +27,7 @@ from autopar.trace.counted import ARGUMENT, counted_from, standing
 from autopar.trace.counted_index import with_counted_places
 from autopar.trace.covariance import corrcoef, cov
 from autopar.trace.ctc import kept_as_one
-from autopar.trace.drawn import Drawn, of_drawn
+from autopar.trace.drawn_arrays import Drawn, of_drawn
 from autopar.trace.eager import as_it_runs
 from autopar.trace.encoders import as_torchs_encoders
 from autopar.trace.gradients import WITHOUT_GRADIENT, Taken

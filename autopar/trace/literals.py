@@ -95,6 +95,8 @@ class Literals:
         """What `func` asks of known tensors; None where it asks nothing, or of others."""
         if getattr(func, "__name__", "") not in ASKS or not self._are_known(args, kwargs):
             return None
+        if func is torch.Tensor.__format__ and args[0].ndim:
+            return None  # text of more than a number is no key
         return self._run(func, args, kwargs)
 
     def number(self, func: Any, args: Any, answer: Any) -> Any:

@@ -33,7 +33,6 @@ BINARY: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # of two n
 COMPARED = {name: (getattr(operator, name), getattr(torch, name)) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 BY_UFUNC = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "power": operator.pow}
 BY_UFUNC |= dict.fromkeys(("true_divide", "divide"), operator.truediv)
-# Functions of numpy, of one number, and of torch, which give the same of float64.
 OF_ONE = ("sqrt", "exp", "log", "sin", "cos", "tanh", "square", "floor", "ceil")
 DIVIDES = ("truediv", "floordiv", "mod")
 ARITHMETIC = {*BINARY, "div", "true_divide", "floor_divide", "remainder", "rsub"}
@@ -171,7 +170,9 @@ class Number:
         return written(self._checks) if known is None else format(known, spec)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What numpy computes of it, as `np.mean` of a list does: operators of Python's."""
+        """What numpy computes of it, as `np.mean` of a list does, or of an array beside what is drawn."""
+        if self._checks.draws is not None and any(isinstance(one, np.ndarray) for one in args):
+            return self._checks.draws.computed(getattr(ufunc, method), args, kwargs)
         python = BY_UFUNC.get(ufunc.__name__)
         if method == "__call__" and ufunc.__name__ in OF_ONE and not kwargs:
             return Number(getattr(torch, ufunc.__name__)(self.tensor.double()), self._checks)

@@ -21,7 +21,7 @@ from autopar.trace.closures import with_parts
 from autopar.trace.code import CODE
 from autopar.trace.counted import called
 from autopar.trace.derivatives import TANGENTS, Derivative, gradients_of
-from autopar.trace.drawn import refuse_kept
+from autopar.trace.drawn_arrays import refuse_kept
 from autopar.trace.formulas import Counted, with_plain_keys
 from autopar.trace.given import given_in, refuse_what_is_written
 from autopar.trace.independent import holds_fakes

@@ -97,7 +97,8 @@ def of_arrays(layer: Layer, x: Tensor) -> Tensor:
 
 
 def one_normal_number(layer: Layer, x: Tensor) -> Tensor:
-    return layer.first(x * np.random.randn() + np.sqrt(1 - np.random.beta(1.0, 1.0)))
+    scale = torch.from_numpy(np.ones(WIDTH) * random.random())
+    return layer.first(x * np.random.randn() + np.sqrt(1 - np.random.beta(1.0, 1.0))) * scale
 
 
 def of_an_array_that_is_written_to_later(layer: Layer, x: Tensor) -> Tensor:
@@ -259,6 +260,22 @@ def test_draws_of_another_shape_are_told_or_another_program(one: DeviceMesh, mon
         wanted = plain(x)
         _seed()
         near(parallel(x), wanted, 1e-12, "loss", 1e-12)
+
+
+def as_many(lengths: Tensor) -> list[float]:
+    return [random.random() for _ in range(int(lengths.max()))]
+
+
+class AsMany(Layer):
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+        return self.first(x * as_many(lengths)[0]).mean()
+
+
+def test_another_number_of_draws_is_refused(one: DeviceMesh) -> None:
+    parallel, x = autopar.compile(AsMany(masked), one), torch.randn(ROWS, WIDTH)
+    parallel(x, torch.tensor([2, 3]))
+    with pytest.raises(TraceError, match="gives 4 numbers in this call, and gave 3 when it was traced"):
+        parallel(x, torch.tensor([2, 4]))
 
 
 FILE: list[Path] = []

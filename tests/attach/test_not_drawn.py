@@ -121,15 +121,57 @@ def into_a_list(layer: Layer, x: Tensor) -> Tensor:
     return layer.first(x * logs(taken) * len(taken))
 
 
+RATE = [0.5]
+
+
+def of_a_rate() -> np.ndarray:
+    return np.random.rand(WIDTH) * RATE[0]
+
+
+def of_a_global_that_is_put_back(layer: Layer, x: Tensor) -> Tensor:
+    RATE[0] = 0.9
+    drawn = of_a_rate()
+    RATE[0] = 0.5
+    return layer.first(x * torch.from_numpy(drawn))
+
+
+def with_gradients() -> float:
+    return random.random() * torch.is_grad_enabled()
+
+
+def of_what_is_around(layer: Layer, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = with_gradients()
+    return layer.first(x * (scale + 1))
+
+
+def of_both() -> float:
+    torch.rand(())
+    return random.random()
+
+
+def of_torchs_too(layer: Layer, x: Tensor) -> Tensor:
+    return layer.first(x * of_both())
+
+
+def small_numbers(layer: Layer, x: Tensor) -> Tensor:
+    drawn = np.random.randint(0, 200, 2).astype(np.uint8)
+    return layer.first(x * (drawn[0] + drawn[1]))
+
+
 @pytest.mark.parametrize(
     ("form", "why"),
     [
+        (of_a_global_that_is_put_back, r"gives others ahead of forward than where forward calls it"),
+        (of_what_is_around, r"test_not_drawn\.py:\d+ .*gives others ahead of forward"),
+        (of_torchs_too, r"draws from Python's or numpy's generator and from torch's"),
+        (small_numbers, r"takes a number of uint8 out of an array that numpy draws"),
         (shuffled, r"changes what it is given"),
         (shuffled_by_numpy, r"changes what it is given"),
         (put_at_places, r"changes what it is given"),
         (into_a_list, r"changes what it is given"),
         (in_the_memory_of_a_tensor, r"does something to an array that numpy draws at .*test_not_drawn\.py:\d+"),
-        (in_a_backward, r"a torch\.autograd\.Function draws"),
+        (in_a_backward, r"draws .* where no trace sees it \(a torch\.autograd\.Function"),
         (drawn_twice_from_a_state, r"asks for the state .*test_not_drawn\.py:\d+"),
         (both_asked, r"draws a random number .*test_not_drawn\.py:\d+ .*where it hangs on values whether it does"),
         (as_often_as_it_says, r"which way forward goes depends on values at .*test_not_drawn\.py:\d+"),
@@ -137,7 +179,7 @@ def into_a_list(layer: Layer, x: Tensor) -> Tensor:
         (reads_what_was_set, r"reads self\.chance, which forward sets ahead of it"),
         (in_a_branch, r"which way forward goes depends on values at .*test_not_drawn\.py:\d+"),
         (without_a_seed, r"draws from a generator that has no seed at .*test_not_drawn\.py:\d+"),
-        (of_another_length, r"hangs on values of tensors|at once"),
+        (of_another_length, r"draws at .* is float64.* in this call, and was float64.* when it was traced"),
         (into_an_array, r"does something to an array that numpy draws at .*test_not_drawn\.py:\d+"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
