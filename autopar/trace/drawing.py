@@ -160,28 +160,18 @@ class Drawing:
         if isinstance(site.held, type) and isinstance(was, types.FunctionType):
 
             def method(module: Any, *args: Any, **kwargs: Any) -> Any:
-                if draws.is_drawing or not draws.knows((args, kwargs)):
-                    return was(module, *args, **kwargs)
-                return draws.computed(module, args, kwargs, site.name)
+                return draws.called(partial(was, module), args, kwargs, module, site.name)
 
             return method
         if isinstance(was, classmethod):
-            bound: Callable[..., Any] = was.__func__
-
-            def of_class(kind: Any, *args: Any, **kwargs: Any) -> Any:
-                is_run = draws.is_drawing or not draws.knows((args, kwargs))
-                of = partial(bound, kind)
-                return of(*args, **kwargs) if is_run else draws.computed(of, args, kwargs)
-
-            return classmethod(of_class)
+            return classmethod(lambda kind, *args, **kwargs: draws.called(partial(was.__func__, kind), args, kwargs))
         plain: Callable[..., Any] = was.__func__ if isinstance(was, staticmethod) else was
 
         def function(*args: Any, **kwargs: Any) -> Any:
             if is_torchs(caller(1)):  # torch's own numbers for a trace
                 with undrawn():
                     return plain(*args, **kwargs)
-            is_run = draws.is_drawing or not draws.knows((args, kwargs))  # where it is, what it draws with is noted
-            return plain(*args, **kwargs) if is_run else draws.computed(plain, args, kwargs)
+            return draws.called(plain, args, kwargs)
 
         return staticmethod(function) if isinstance(was, staticmethod) else function
 

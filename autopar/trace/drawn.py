@@ -183,15 +183,24 @@ class Draws:
         where = function if method is None else self.paths_of[id(vars(function))]
         return self._noted(value, Step(where, told[0], told[1], method))
 
-    def knows(self, args: Any) -> bool:
-        """Whether a function that draws may be given these: tensors among them are made of arguments."""
-        checks = self._checks
-        assert checks is not None
+    def called(
+        self, function: Any, args: Any, kwargs: Any, module: nn.Module | None = None, method: str | None = None
+    ) -> Any:
+        """What stands for what a function gives that draws (that `method` of a module). Within another one, or where it
+        is given what nobody has ahead of a call, it runs, and what it draws with is noted.
+        """
+        if self.is_drawing or self._checks is None or not self._knows((args, kwargs), self._checks):
+            return function(*args, **kwargs)
+        return self.computed(function if module is None else module, args, kwargs, method)
+
+    def _knows(self, args: Any, checks: Checks) -> bool:
+        """Whether a call has these ahead of forward: tensors that are made of arguments, and no objects, which may be
+        others in each call.
+        """
         leaves = pytree.tree_leaves(args)
         tensors = [one for one in leaves if isinstance(one, Tensor)]
-        if not all(isinstance(one, GIVEN) or type(one) is Drawn for one in leaves):
-            return False  # an object, which may be another one in each call
-        return all(checks.origins.given(one) is not None for one in tensors)
+        is_known = all(isinstance(one, GIVEN) or type(one) is Drawn for one in leaves)
+        return is_known and all(checks.origins.given(one) is not None for one in tensors)
 
     def _given_as(self, told: bool, value: Any) -> Any:
         """What a function is given for that in a trace; in words that each call understands, where `told`."""
