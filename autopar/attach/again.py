@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
-from autopar.attach.generators import States, drawing_from, random_states, states_outside
+from autopar.attach.generators import States, random_states
 from autopar.attach.prepared import Prepared
 from autopar.attach.programs import Key, State, prepare
 from autopar.attach.run import Runner, Step
@@ -25,6 +25,7 @@ from autopar.ir.graph import input_type
 from autopar.ir.layout import Layout
 from autopar.trace.calls import Call
 from autopar.trace.counted import standing
+from autopar.trace.drawn import states_outside, undrawn
 from autopar.trace.formulas import Place
 
 
@@ -79,7 +80,8 @@ class Given:
 @dataclass(frozen=True)
 class Before:
     """A call, and what it found: attributes of modules, hooks in forward, buffers that it changes, how many calls drew
-    before it, on one rank the states of torch's generators, and those of Python's and numpy's (`outside`). `given`: its
+    before it, on one rank the states of torch's generators, and those of Python's and numpy's, if it draws from
+    these (`outside`). `given`: its
     arguments, once they are cut. `buffers`: as they were, those of `changed` alone, once it has written to them.
     """
 
@@ -92,7 +94,7 @@ class Before:
     buffers: dict[str, Tensor]
     drawn: int
     states: States
-    outside: States
+    outside: Any
     given: Given | None = None
 
     @staticmethod
@@ -101,7 +103,7 @@ class Before:
         state, runner = parallel._autopar, prepared.runner
         states = random_states(runner.mesh.ranks, runner.coordinates[0].device) if prepared.draws else []
         attributes, hooks = prepared.attributes_now(), prepared.hooks.held()
-        outside, drawn = states_outside(prepared.drawn), state.drawing_calls
+        outside, drawn = states_outside() if prepared.drawn.steps else None, state.drawing_calls
         return Before(parallel, prepared, key, attributes, hooks, frozenset(changed), {}, drawn, states, outside)
 
     def keep(self, name: str, held: Tensor, value: Tensor, alone: bool) -> bool:
@@ -153,7 +155,7 @@ class Before:
         for name, value in self.buffers.items():
             full.buffers[name][0][full.buffers[name][1]] = value
         try:
-            with self._standing(), drawing_from(self.outside):
+            with self._standing(), undrawn(self.outside):
                 made = step_of(state, full, call)
         finally:
             state.drawing_calls = counted

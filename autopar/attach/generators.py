@@ -1,14 +1,11 @@
-"""The states of generators, torch's own, from which a program of one rank draws, and others'; who would draw anew."""
+"""The states of torch's own generators, from which a program of one rank draws; who draws otherwise, or anew."""
 
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,21 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.trace.drawn import Draws
 
-
-class Generator(Protocol):
-    def get_state(self) -> Any: ...
-    def set_state(self, state: Any, /) -> Any: ...
-
-
-class _Pythons:
-    get_state, set_state = staticmethod(random.getstate), staticmethod(random.setstate)
-
-
-class _Numpys:
-    get_state, set_state = staticmethod(np.random.get_state), staticmethod(np.random.set_state)
-
-
-States = list[tuple[Generator, Any]]
+States = list[tuple[torch.Generator, Tensor]]
 
 
 def random_states(ranks: int, device: torch.device) -> States:
@@ -44,19 +27,13 @@ def random_states(ranks: int, device: torch.device) -> States:
     return [(generator, generator.get_state()) for generator in generators]
 
 
-def states_outside(draws: Draws) -> States:
-    """What Python's and numpy's own generators draw from, where forward draws from these."""
-    generators: list[Generator] = [_Pythons(), _Numpys()] if draws.steps else []
-    return [(generator, generator.get_state()) for generator in generators]
-
-
 def drawn_now(
     draws: Draws, modules: Mapping[str, nn.Module], asked: Callable[[int], Tensor], device_mesh: DeviceMesh
 ) -> list[Tensor]:
     """What forward draws from Python's and numpy's own generators in this call, the same on all ranks: rank 0's. Those
     of the others go on alike. `asked`: as `Draws.tensors` has it.
     """
-    found = draws.tensors(modules, asked) if draws.steps else []
+    found = draws.tensors(modules, asked)
     if not found or dist.get_world_size() == 1:
         return found
     sent = [value.to(device_mesh.device_type) for value in found]

@@ -65,9 +65,7 @@ def step_of(state: State, prepared: Prepared, call: Call) -> Step:
             others.append(prepared.constants[node.target.rpartition(":")[0]])
     watched, through = list[Tensor](), dict[str, Tensor]()
     with_gradient = {node.name for node in prepared.graph.inputs_with_gradient}
-    asked = {path: call.tensors[at] for path, at in prepared.asks.items()}
-    ask = partial(prepared.asked.value, values=asked)
-    drawn_ahead = drawn_now(prepared.drawn, prepared.modules, ask, state.device_mesh)
+    drawn_ahead = _drawn_ahead(state, prepared, call) if prepared.drawn.steps else []
     tensors = (*call.tensors, *prepared.counting.tensors(prepared.modules), *drawn_ahead)
     for node, place, layout in prepared.inputs:
         given = tensors[place]  # outputs beside the loss may turn out to have a gradient that leads to it
@@ -94,6 +92,12 @@ def step_of(state: State, prepared: Prepared, call: Call) -> Step:
         assert state.seed is not None
         drawn.append(prepared.runner.seeds(state.seed, drawing))
     return Step((*others, *watched), tuple(drawn), tuple(watched), state.device_mesh, through, prepared.packed)
+
+
+def _drawn_ahead(state: State, prepared: Prepared, call: Call) -> list[Tensor]:
+    asked = {path: call.tensors[at] for path, at in prepared.asks.items()}
+    ask = partial(prepared.asked.value, values=asked)
+    return drawn_now(prepared.drawn, prepared.modules, ask, state.device_mesh)
 
 
 def _whole(held: Tensor) -> Tensor:

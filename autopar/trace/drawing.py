@@ -19,7 +19,7 @@ from autopar._compat import FakeTensorMode, pytree
 from autopar.errors import TraceError
 from autopar.trace.ahead import INSTEAD
 from autopar.trace.asked import Asked
-from autopar.trace.drawn import Draws, undrawn
+from autopar.trace.drawn import Draws, states_outside, undrawn
 from autopar.trace.drawn_arrays import Drawn
 from autopar.trace.lines import NUMPYS, caller, line_here
 from autopar.trace.numbers import Number
@@ -35,7 +35,7 @@ FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
 STATES = ("getstate", "setstate", "get_state", "set_state")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # nobody compares globals
 class Site:
     """Where the name of a function is that draws, and is given no tensors but masks and numbers: `held` is a dict of
     globals, or the class of a module.
@@ -151,11 +151,9 @@ class Drawing:
 
     def _stand_in(self, site: Site) -> Any:
         draws, was = self.draws, site.was
-        if site.name in STATES:
-            return _refusing(was)
         if site in ALWAYS:
-            return _seeded(was)
-        if site.name == "from_numpy":
+            return _refusing(was) if site.name in STATES else _seeded(was)
+        if was is torch.from_numpy:
             return lambda array: array.shared() if type(array) is Drawn else was(array)
         if isinstance(site.held, type) and isinstance(was, types.FunctionType):
 
@@ -297,5 +295,5 @@ def _distinct(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def random_state() -> tuple[int, int]:
     """That of Python's and numpy's own generators, to compare."""
-    name, keys, *rest = np.random.get_state()  # of which one is a normal number that is left over
-    return hash(random.getstate()), hash((name, keys.tobytes(), *rest))  # type: ignore[union-attr]
+    pythons, (name, keys, *rest) = states_outside()  # of which one is a normal number that is left over
+    return hash(pythons), hash((name, keys.tobytes(), *rest))

@@ -297,15 +297,25 @@ def as_tensor(value: Any) -> Tensor:
         raise TraceError(f"forward draws what no tensor holds ({np.asarray(value).dtype} of numpy's)") from None
 
 
+def states_outside() -> tuple[Any, Any]:
+    """The states of Python's and numpy's own generators."""
+    return random.getstate(), np.random.get_state()
+
+
 @contextlib.contextmanager
-def undrawn() -> Iterator[None]:
-    """Behind it Python's and numpy's own generators are as they were."""
-    states = random.getstate(), np.random.get_state()
+def undrawn(states: tuple[Any, Any] | None = None) -> Iterator[None]:
+    """Behind it Python's and numpy's own generators are as they were; inside they go on from these states."""
+    before = states_outside()
+    _go_on_from(before if states is None else states)
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        _go_on_from(before)
+
+
+def _go_on_from(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
 
 
 def _is_same(one: Any, other: Any) -> bool:
