@@ -28,7 +28,7 @@ def random_states(ranks: int, device: torch.device) -> States:
 
 
 def drawn_now(
-    draws: Draws, modules: Mapping[str, nn.Module], asked: Callable[[int], Tensor], device_mesh: DeviceMesh
+    draws: Draws, modules: Mapping[str, nn.Module], asked: Callable[..., Tensor], device_mesh: DeviceMesh
 ) -> list[Tensor]:
     """What forward draws from Python's and numpy's own generators in this call, the same on all ranks: rank 0's. Those
     of the others go on alike. `asked`: as `Draws.tensors` has it.

@@ -375,7 +375,7 @@ def _prepared(
         batch_dims_of(graph, tensors, places, state.device_mesh) if state.inputs == "local" else {},
         given_before(memory, {} if state.inputs == "local" else places, buffers),
         captured.reads.asked.settled(state.asked),
-        {path: places[path] for path in captured.reads.asked.paths},
+        {path: at for path in captured.reads.asked.paths if (at := places[path]) < len(call.tensors)},
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping
 from typing import cast
 
 from torch import Tensor, nn
@@ -96,7 +96,10 @@ def step_of(state: State, prepared: Prepared, call: Call) -> Step:
 
 def _drawn_ahead(state: State, prepared: Prepared, call: Call) -> list[Tensor]:
     asked = {path: call.tensors[at] for path, at in prepared.asks.items()}
-    ask = partial(prepared.asked.value, values=asked)
+
+    def ask(number: int, more: Mapping[str, Tensor]) -> Tensor:
+        return prepared.asked.value(number, {**asked, **more})
+
     return drawn_now(prepared.drawn, prepared.modules, ask, state.device_mesh)
 
 

@@ -6,7 +6,7 @@ those of each later call before its program is chosen: one that was traced with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -49,6 +49,9 @@ class Slice:
     step: Any
 
 
+Making = tuple[Any, Many, Many, int | None]  # a function, what it is given, and which of what it gives
+
+
 @dataclass
 class Arguments:
     """`values`: path -> what an argument holds in the call that is traced. `at_once`: its numbers are taken out, and
@@ -89,7 +92,7 @@ class Asked:
     arguments: Arguments = field(default_factory=Arguments)
     roots: dict[int, str] = field(default_factory=dict[int, str])
     constants: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    makings: dict[int, tuple[Any, Any, Any, int | None]] = field(default_factory=dict)
+    makings: dict[int, Making] = field(default_factory=dict)
     answers: dict[int, tuple[Any, str, list[int]]] = field(default_factory=dict)
     given: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     notes: list[str] = field(default_factory=list[str])
@@ -115,6 +118,13 @@ class Asked:
         self.given[number] = steps
         with outside_modes(), torch.no_grad():
             return self.value(number, self.arguments.values)
+
+    def give_later(self, number: int, paths: Collection[str]) -> bool:
+        """Whether that value is made of arguments, and of others that a call has by the time that it asks for it."""
+        if (steps := self._made_of(number, paths)) is None:
+            return False
+        self.given[number] = steps
+        return True
 
     def value(self, number: int, values: Mapping[str, Tensor]) -> Tensor:
         """One of `given`, in a call with these arguments."""
@@ -161,8 +171,10 @@ class Asked:
         answers = [steps for *_, steps in self.answers.values()]
         return {one for steps in (*answers, *self.given.values()) for one in steps}
 
-    def _made_of(self, number: int) -> list[int] | None:
-        """The numbers of all that a value is made of, itself the last; None where that is not arguments alone."""
+    def _made_of(self, number: int, paths: Collection[str] = ()) -> list[int] | None:
+        """The numbers of all that a value is made of, itself the last; None where that is not arguments alone, or what
+        lies at these paths.
+        """
         found, left = set[int](), [number]
         while left:
             one = left.pop()
@@ -171,8 +183,8 @@ class Asked:
             found.add(one)
             if one in self.makings:
                 _, args, kwargs, _ = self.makings[one]
-                left += [*_numbers_in(args), *_numbers_in(kwargs)]
-            elif one not in self.constants and self.roots.get(one) not in self.arguments.values:
+                left += [*numbers_in(args), *numbers_in(kwargs)]
+            elif one not in self.constants and self.roots.get(one) not in {*self.arguments.values, *paths}:
                 return None
         return sorted(found)
 
@@ -183,7 +195,7 @@ class Asked:
                 continue
             if number in self.makings:
                 func, args, kwargs, place = self.makings[number]
-                found = on_cpu(func, _again(args, known), dict(_again(kwargs, known)))
+                found = on_cpu(func, again(args, known), dict(again(kwargs, known)))
                 found = found if place is None else found[place]
                 known[number] = found if isinstance(found, Tensor) else torch.tensor(found)  # `torch.equal`
             else:
@@ -192,15 +204,16 @@ class Asked:
         return known[steps[-1]]
 
 
-def _again(told: Any, known: Mapping[int, Any]) -> Any:
+def again(told: Any, known: Mapping[int, Any]) -> Any:
+    """What a function was given, of these values by number."""
     match told:
         case Ref(number):
             return known[number]
         case Many(is_list, parts):
-            again = (_again(one, known) for one in parts)
-            return list(again) if is_list else tuple(again)
+            made = (again(one, known) for one in parts)
+            return list(made) if is_list else tuple(made)
         case Slice(start, stop, step):
-            return slice(*(_again(one, known) for one in (start, stop, step)))
+            return slice(*(again(one, known) for one in (start, stop, step)))
         case _:
             return told[1]
 
@@ -217,7 +230,7 @@ def _renumbered(told: Any, numbers: Mapping[int, int]) -> Any:
             return told
 
 
-def _told(making: tuple[Any, Any, Any, int | None]) -> Any:
+def _told(making: Making) -> Any:
     """What is equal where the same is made: a partial of one function is another object each time."""
     func, *rest = making
     return ((func.func, *func.args) if isinstance(func, partial) else func, *rest)
@@ -247,13 +260,13 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _numbers_in(told: Any) -> Iterable[int]:
+def numbers_in(told: Any) -> Iterable[int]:
     if isinstance(told, Ref):
         yield told.number
     elif isinstance(told, Many | Slice):
         parts = told.parts if isinstance(told, Many) else (told.start, told.stop, told.step)
         for part in parts:
-            yield from _numbers_in(part)
+            yield from numbers_in(part)
 
 
 def _short(value: Any) -> str:

@@ -122,10 +122,12 @@ class Branches:
             is_taken, is_not = is_taken & outer, is_not & outer
         file = frame.f_code.co_filename
         if body.other:
-            self._begun[key] = Branch(None, body, file, is_not, None)
+            self._begun[key] = Branch(None, body, file, is_not, None, asks=((asked, not body.wanted),))
             before |= self._run(body, frame, appended, entries, is_not, is_seen=is_seen)
         alone = None if earlier is not None else rows
-        self._begun[key] = Branch(frame, body, file, is_taken, alone, before, frame.f_lasti, outer, appended, entries)
+        asks = ((asked, body.wanted), *(earlier.asks if earlier is not None else ()))
+        branch = Branch(frame, body, file, is_taken, alone, before, frame.f_lasti, outer, appended, entries, asks=asks)
+        self._begun[key] = branch
         if body.is_watched:
             self._watched.setdefault(id(frame), (frame, frame.f_trace))
             frame.f_trace = self._goes_on
@@ -259,13 +261,13 @@ class Branches:
         self._begun = kept
         return here
 
-    def hang(self) -> bool:
-        """Whether it hangs on values that the code which runs now does: it is in a branch, or in a later part of a
-        condition.
+    def hang(self) -> list[tuple[Tensor, bool]]:
+        """The values that it hangs on whether the code runs that does now, and which they are where it does: it is in
+        branches, or in a later part of a condition.
         """
-        running = {*map(id, _frames(sys._getframe(1)))}
-        asking = (one for one in self._begun.values() if id(one.frame) in running and one.is_asking)
-        return bool(self.here()) or any(asking)
+        here, running = self.here(), {*map(id, _frames(sys._getframe(1)))}
+        asking = [one for one in self._begun.values() if id(one.frame) in running and one.is_asking]
+        return [ask for one in (*here, *asking) for ask in one.asks]
 
     def sees(self) -> None:
         """That a function of torch is called: which branches are left, what the last one has written to."""

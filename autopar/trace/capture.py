@@ -41,7 +41,7 @@ from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spe
 from autopar.trace.counted import ARGUMENT, Counting, is_counted, with_counted
 from autopar.trace.derivatives import TANGENTS, Derivative
 from autopar.trace.drawing import Drawing, random_state
-from autopar.trace.drawn import undrawn
+from autopar.trace.drawn import states_outside, undrawn, unlike
 from autopar.trace.experts import experts_kept
 from autopar.trace.exported import check_exported, constants_of, plain_outputs
 from autopar.trace.fakes import fake_copy
@@ -203,7 +203,7 @@ def capture(
         around, around.enabled and device_type != "cpu", counted or Counting(),
         derivatives, arguments or Arguments(), Drawing(),
     )  # fmt: skip
-    with undrawn():
+    with undrawn(unlike(states_outside())):  # forward may set the seed that was set before
         return _captured(setting, args, kwargs, every_tangent=every_tangent, loss_alone=loss_alone)
 
 

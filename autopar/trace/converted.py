@@ -91,6 +91,7 @@ class Branch:
     reached: int = 0  # of the code of its frame
     of_rows: Tensor | None = None
     of_all: Tensor | None = None
+    asks: tuple[tuple[Tensor, bool], ...] = ()  # what it has asked, and the answers with which it is taken
 
     @property
     def is_running(self) -> bool:

@@ -19,7 +19,7 @@ from autopar._compat import FakeTensorMode, pytree
 from autopar.errors import TraceError
 from autopar.trace.ahead import INSTEAD
 from autopar.trace.asked import Asked
-from autopar.trace.drawn import Draws, states_outside, undrawn
+from autopar.trace.drawn import Draws, states_outside, undrawn, unlike
 from autopar.trace.drawn_arrays import Drawn
 from autopar.trace.lines import NUMPYS, caller, line_here
 from autopar.trace.numbers import Number
@@ -100,7 +100,7 @@ class Drawing:
         the line, where that was seen before, and it still does.
         """
         args, kwargs = call
-        with mode:
+        with mode, undrawn(unlike(states_outside())):
             seen = _run_and_see(lambda: nn.Module.__call__(model, *args, **kwargs))
         if seen.line is None:
             return False
@@ -126,9 +126,9 @@ class Drawing:
         """Raise TraceError where something has drawn since that was the `random_state`, behind the export."""
         if random_state() != state:
             raise TraceError(
-                "something that forward calls draws from Python's or numpy's generator where no trace sees it (a "
-                "torch.autograd.Function, a cached function), and a program would repeat that: draw in the module's "
-                "forward, and pass the numbers"
+                "something that forward calls draws from Python's or numpy's generator where no trace sees it (in a "
+                "torch.autograd.Function, a function or property that is cached, a branch that is taken by values), "
+                "and a program would repeat that: draw in the module's forward, ahead of that, and pass the numbers"
             )
 
     @contextlib.contextmanager

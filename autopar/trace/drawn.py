@@ -11,6 +11,7 @@ Python's is a step as a whole, if it is given no tensors but masks and numbers (
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,12 +59,15 @@ class At:
 
 @dataclass(frozen=True)
 class Step:
-    """`function`, or that `method` of the module at the path `function`, called with these; Refs are earlier steps."""
+    """`function`, or that `method` of the module at the path `function`, called with these; Refs are earlier steps.
+    `only`: numbers of values (`autopar.trace.asked.Asked.given`), and what they are in calls that make it.
+    """
 
     function: Any
     args: Any
     kwargs: Any
     method: str | None = None
+    only: tuple[tuple[int, bool], ...] = ()
     line: str = field(default_factory=line_here)
 
     def run(self, made: Sequence[Any], modules: Mapping[str, nn.Module], asked: Callable[[int], Tensor]) -> Any:
@@ -148,30 +152,32 @@ class Draws:
                 raise TraceError(ELSEWHERE.format(step.line))
         self._values = []
 
-    def tensors(self, modules: Mapping[str, nn.Module], asked: Callable[[int], Tensor]) -> list[Tensor]:
+    def tensors(self, modules: Mapping[str, nn.Module], asked: Callable[..., Tensor]) -> list[Tensor]:
         """What the program takes in a call that is made now: this draws. `asked`: what is in tensors that functions
-        which draw are given, by number.
+        which draw are given, and that decide whether they are called, by number; `more`: what is drawn by then.
         """
-        made: list[Any] = []
-        for step in self.steps:
-            made.append(step.run(made, modules, asked))
-        found = [as_tensor(made[one.number]) for one in self.taken]
-        for value, one in zip(found, self.taken, strict=True):
+        made, found = list[Any](), dict[int, Tensor]()
+        there, taken = dict[str, Tensor](), {one.number: place for place, one in enumerate(self.taken)}
+        ask = partial(asked, more=there)
+        for number, step in enumerate(self.steps):
+            is_made = all(bool(ask(asks)) == answer for asks, answer in step.only)
+            made.append(step.run(made, modules, ask) if is_made else None)
+            if (place := taken.get(number)) is not None:
+                found[place] = as_tensor(made[-1]) if is_made else self.taken[place].example
+                there[self.paths()[place]] = found[place]
+        for place, one in enumerate(self.taken):
+            value = found[place]
             if _kind(value) != _kind(one.example):
                 raise TraceError(
                     f"what forward draws{one.line} is {_told(value)} in this call, and was {_told(one.example)} when "
                     "it was traced: have it draw as much each time, and mask what is not needed"
                 )
-        return found
+        return [found[place] for place in range(len(self.taken))]
 
     def computed(self, function: Any, args: Any, kwargs: Any, method: str | None = None) -> Any:
         """What stands for what a function, or that method of a module, gives that draws or is given what is drawn."""
         assert self._checks is not None
-        if self._checks.branches.hang():
-            raise TraceError(
-                f"forward draws a random number of Python's or numpy's{line_here()} where it hangs on values whether "
-                "it does: draw ahead of the branch"
-            )
+        only = self._only(self._checks)
         given, told = (pytree.tree_map(partial(self._given_as, told), (args, kwargs)) for told in (False, True))
         called = function if method is None else getattr(function, method)
         modules = [one for one in (function, *pytree.tree_leaves((args, kwargs))) if isinstance(one, nn.Module)]
@@ -181,7 +187,19 @@ class Draws:
         with self._drawing(), changing_nothing(given, modules):
             value = called(*given[0], **given[1])
         where = function if method is None else self.paths_of[id(vars(function))]
-        return self._noted(value, Step(where, told[0], told[1], method))
+        return self._noted(value, Step(where, told[0], told[1], method, only))
+
+    def _only(self, checks: Checks) -> tuple[tuple[int, bool], ...]:
+        """`Step.only`, of what is drawn now."""
+        asks = checks.branches.hang()
+        told = [(checks.origins.later(one, self.paths()), answer) for one, answer in asks]
+        found = tuple((number, answer) for number, answer in told if number is not None)
+        if len(found) < len(told):
+            raise TraceError(
+                f"forward draws a random number of Python's or numpy's{line_here()} where it hangs on values whether "
+                "it does: draw ahead of the branch"
+            )
+        return found
 
     def called(
         self, function: Any, args: Any, kwargs: Any, module: nn.Module | None = None, method: str | None = None
@@ -236,7 +254,10 @@ class Draws:
             self.taken.append(Taken(number, line_here(), value))
             fits = place < len(self._given) and self._had[place] == _kind(value)
             # Nobody knows what is in it, as in the one that the next trace is given.
-            self._there[number] = self._given[place] if fits else torch.empty(value.shape, dtype=value.dtype)
+            there = self._given[place] if fits else torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            if self._checks is not None:
+                self._checks.origins.is_argument(there, self.paths()[place])
+            self._there[number] = there
         return self._there[number]
 
     def number(self, number: int) -> Number:
@@ -271,7 +292,8 @@ class Draws:
             return Drawn(value, number, self)
         if type(value) in (list, tuple) and len(value) <= MOST:
             parts = [
-                self._noted(part, Step(_part, (Ref(number), place, len(value)), {})) for place, part in enumerate(value)
+                self._noted(part, Step(_part, (Ref(number), place, len(value)), {}, only=step.only))
+                for place, part in enumerate(value)
             ]
             return type(value)(parts)
         raise TraceError(
@@ -300,6 +322,13 @@ def as_tensor(value: Any) -> Tensor:
 def states_outside() -> tuple[Any, Any]:
     """The states of Python's and numpy's own generators."""
     return random.getstate(), np.random.get_state()
+
+
+def unlike(states: tuple[Any, Any]) -> tuple[Any, Any]:
+    """States that no function comes to by itself which sets a seed, the same ones of the same."""
+    pythons, (name, keys, *rest) = states
+    seed = hashlib.sha256(repr((pythons, name, rest)).encode() + keys.tobytes()).digest()
+    return random.Random(seed).getstate(), np.random.RandomState([*seed]).get_state()
 
 
 @contextlib.contextmanager

@@ -172,8 +172,6 @@ def _effect(one: ast.AST, own: frozenset[str], aliases: set[str]) -> str | None:
             return f"it calls .{name}()"
         case ast.Attribute(base, name, ast.Load()) if name in HANDED_ON and not _is_own(base, own):
             return f"it hands .{name} on"
-        case ast.Attribute(value=ast.Name("random") | ast.Attribute(ast.Name("np" | "numpy"), "random")):
-            return "it draws numbers of Python's"
         case ast.Call(ast.Name(name)) if name in BUILTINS:
             return f"it calls {name}()"
         case ast.Yield() | ast.YieldFrom() | ast.Await():

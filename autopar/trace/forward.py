@@ -43,7 +43,7 @@ from autopar.trace.packed import GIVEN_PACKED, LAYERS, Packing
 from autopar.trace.reads import Reads
 from autopar.trace.recurrent import kept_as_loops, with_states_as_given
 from autopar.trace.sharing import seen
-from autopar.trace.sized import SIZED_BY_VALUES, counted_now, of_values, with_size
+from autopar.trace.sized import counted_now, of_values, takes_sizes, with_sizes
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
 from autopar.trace.taken import taken_out, takes_out
 from autopar.trace.values import is_torchs
@@ -224,9 +224,9 @@ class _Watch(TorchFunctionMode):
 
     def _as_taken(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of `func` as a program has them."""
-        if func in SIZED_BY_VALUES:
+        if takes_sizes(func):
             with self:  # what sizes are made of is seen
-                args, kwargs = with_size(func, args, kwargs, self.checks.of_arguments)
+                args, kwargs = with_sizes(func, args, kwargs, self.checks.of_arguments)
         return with_limits(func, *dense_lookup(func, with_condition(func, args), kwargs))
 
     def _taken_out(self, func: Any, args: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from autopar._compat import pytree
-from autopar.trace.asked import Asked, Many, Ref, Slice
+from autopar.trace.asked import Asked, Making, Many, Ref, Slice, again, numbers_in
 from autopar.trace.sharing import has_storage, storage_of
 
 _PURE = """
@@ -29,9 +29,12 @@ _PURE = """
     logical_xor lshift rshift sign square isclose nan_to_num nansum nanmean cummax cummin kthvalue new_tensor meshgrid
     one_hot scatter_reduce interpolate contains equal allclose type swapdims index_put erf reciprocal rsqrt
 """
+_PARTS = "getitem select narrow view squeeze unsqueeze unbind chunk split t transpose permute detach diagonal"
 PURE = frozenset(_PURE.split())  # they give the same again from the same
 
 
+PARTS = frozenset(_PARTS.split())  # they lie in the memory of what they are made of
+EMPTY = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, torch.Tensor.new_empty: torch.Tensor.new_zeros}
 WRITES = frozenset(("setitem", "fill", "fill_diagonal", "zero", "copy", "index_copy", "masked_scatter"))
 SHAPES = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "detach"))
 # Functions that write to some of their arguments, and do not say so: where those stand, and their names.
@@ -81,10 +84,13 @@ def memory_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def _behind(write: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What a tensor is behind a write to it."""
-    made = tensor.clone()
-    write(made, *args, **kwargs)
+def _behind(write: Any, part: Sequence[Making], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What a tensor is behind a write to that part of it."""
+    made = here = tensor.clone()
+    for func, given, named, place in part:
+        here = func(here, *again(given, {}), **dict(again(named, {})))
+        here = here if place is None else here[place]
+    write(here, *args, **kwargs)
     return made
 
 
@@ -97,7 +103,7 @@ class Origins:
         self.checks, self.asked = checks, asked
         self._by_id: dict[int, int] = {}
         self._versions: dict[int, int] = {}  # as they were then: some functions write where their name does not say so
-        self._in_memory: dict[int | None, set[int]] = {}  # which of them lie in a memory
+        self._in_memory: dict[int | None, dict[int, torch.Tensor]] = {}  # which of them lie in a memory
         self._by_making: dict[Any, int] = {}
         self._next = 0
         self._held: list[Any] = []  # so that their ids stay theirs
@@ -149,6 +155,11 @@ class Origins:
         value = None if number is None else self.asked.give(number)
         return None if number is None or value is None else (number, value)
 
+    def later(self, tensor: torch.Tensor, paths: Collection[str]) -> int | None:
+        """The number of a tensor that is made of arguments, and of what lies at these paths, if it is."""
+        number = self._by_id[id(tensor)] if self._is_known(tensor) else None
+        return number if number is not None and self.asked.give_later(number, paths) else None
+
     def answer_by(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Likewise, what a function gives that gives a truth: `torch.equal`, `in`."""
         told = self._told_all(func.__name__.strip("_"), args, kwargs)
@@ -161,34 +172,67 @@ class Origins:
 
     def _is_number(self, tensor: torch.Tensor, number: int) -> None:
         self._by_id[id(tensor)], self._versions[id(tensor)] = number, tensor._version
-        self._in_memory.setdefault(memory_of(tensor), set()).add(id(tensor))
-        self.hold(tensor)
+        self._in_memory.setdefault(memory_of(tensor), {})[id(tensor)] = tensor
 
     def hold(self, value: Any) -> None:
         self._held.append(value)
 
-    def written(self, func: Any, args: Any, kwargs: Any) -> int | None:
-        """The number of what the first argument will be behind a write of `func` to it; call it before. None: it writes
-        to none, or nobody knows.
+    def written(self, func: Any, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, int]]:
+        """The numbers of what the first argument will be behind a write of `func` to it, and of all that it is a part
+        of, or that are parts of that; call it before. Of others nobody knows.
         """
         name = str(getattr(func, "__name__", func))
         known = name.strip("_").removeprefix("i" * name.startswith("__i"))
         if kwargs.get("out") is not None or not writes_in_place(name, kwargs) or known not in PURE | WRITES:
-            return None
-        told = self._told_all(f"behind {name}", args, kwargs)
-        return None if told is None else self._made_by(partial(_behind, func), told, None)
+            return []
+        there = self._in_memory.get(memory_of(args[0]), {}).values()
+        numbers = {self._by_id[id(one)]: one for one in there if self._is_known(one)}
+        number, whole, part = self.of(args[0]), args[0], list[Making]()
+        for inside, steps in self._inside(number):
+            if inside in numbers:
+                number, whole, part = inside, numbers[inside], steps
+        told = self._told_all(f"behind {name}", (whole, *args[1:]), kwargs)
+        if told is None:
+            return []
+        behind = self._made_by(partial(_behind, func, tuple(part)), (tuple(part), *told), None)
+        found = [(whole, behind)]
+        for one, own in [(one, self._by_id[id(one)]) for one in there if self._is_known(one)]:
+            for inside, steps in self._inside(own):
+                if inside == number:
+                    found.append((one, self._again_of(behind, steps)))
+        return found
 
-    def made(self, func: Any, args: Any, kwargs: Any, result: Any, written: int | None = None) -> None:
+    def _inside(self, number: int) -> Iterator[tuple[int, list[Making]]]:
+        """All values that this is a part of, the nearest first, and how it is made of each."""
+        steps = list[Making]()
+        while number in self.asked.makings:
+            func, args, kwargs, place = self.asked.makings[number]
+            whole, *given = args.parts or (None,)
+            if not isinstance(whole, Ref) or getattr(func, "__name__", "").strip("_") not in PARTS:
+                return
+            if [*numbers_in(Many(True, (*given, kwargs)))]:  # places that are values themselves
+                return
+            number, steps = whole.number, [(func, Many(False, tuple(given)), kwargs, place), *steps]
+            yield number, steps
+
+    def _again_of(self, number: int, steps: list[Making]) -> int:
+        """The number of what is made so of that value."""
+        for func, given, kwargs, place in steps:
+            told = func.__name__.strip("_"), Many(False, (Ref(number), *given.parts)), kwargs
+            number = self._made_by(func, told, place)
+        return number
+
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any, written: Any = ()) -> None:
         """`func` gave `result`; call it behind every function of torch. `written`: as that says of it."""
         name = str(getattr(func, "__name__", func))
         if writes_in_place(name, kwargs):
             self.forget(tensors_in((args[:1], kwargs.get("out"))))
-            if written is not None:
-                self._is_number(args[0], written)
+            for one, number in written:
+                self._is_number(one, number)
         elif func in STATISTICS:
             places = STATISTICS[func].items()
             self.forget(tensors_in([args[place] if place < len(args) else kwargs.get(told) for place, told in places]))
-        elif name.strip("_") in PURE:
+        elif name.strip("_") in PURE or func in EMPTY:
             made = list(result) if isinstance(result, tuple | list) else [result]
             if not all(isinstance(one, torch.Tensor) for one in made) or any(
                 one is other for one in made for other in args
@@ -196,7 +240,8 @@ class Origins:
                 return
             told = self._told_all(name.strip("_"), args, kwargs)
             for place, one in enumerate(made if told is not None else ()):
-                self._is_number(one, self._made_by(func, told, None if one is result else place))
+                number = self._made_by(EMPTY.get(func, func), told, None if one is result else place)
+                self._is_number(one, number)
 
     def _told_all(self, name: str, args: Any, kwargs: Any) -> tuple[str, Many, Many] | None:
         """What a function is given, by its name; None where that cannot be compared."""

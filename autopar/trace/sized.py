@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autopar._compat import pytree
 from autopar.trace.places import is_mask
 
 REPEATS = (torch.repeat_interleave, Tensor.repeat_interleave)
@@ -27,16 +28,67 @@ INSTEAD = {  # function -> what to write in its place
 }
 SIZED_BY_VALUES = (*REPEATS, *COUNTING, functional.one_hot)
 
+_INTEGERS_BEHIND_THE_FIRST = """
+    interpolate roll chunk topk one_hot tril triu select unfold diagonal movedim transpose kthvalue rot90 flip fold
+    avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
+    adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d pixel_shuffle unflatten diag
+"""
+_INTEGERS_ALONE = "eye randint randperm hann_window hamming_window blackman_window bartlett_window kaiser_window"
+# Functions that take integers, for which they also take tensors without dims: name -> from which place up to which.
+INTEGERS = {
+    **dict.fromkeys(_INTEGERS_BEHIND_THE_FIRST.split(), slice(1, None)),
+    **dict.fromkeys(_INTEGERS_ALONE.split(), slice(None)),
+    **{"full": slice(0, 1), "new_full": slice(1, 2), "linspace": slice(2, 3), "logspace": slice(2, 3)},
+}
+NO_INTEGERS = ("input", "fill_value", "start", "end", "out")  # among named ones
 
-def with_size(
+
+def takes_sizes(func: Any) -> bool:
+    """Whether `with_sizes` has something to say of that function."""
+    return func in SIZED_BY_VALUES or _integers_of(func) is not None
+
+
+def with_sizes(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], of_arguments: Callable[[Tensor], Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The arguments of `func` with how much it gives among them. `of_arguments`: as `Origins.answer`."""
+    """The arguments of `func` with numbers where it takes integers and is given tensors without dims, and with how much
+    it gives among them. `of_arguments`: as `Origins.answer`.
+    """
+    if (places := _integers_of(func)) is not None:
+        args, kwargs = _with_integers(places, args, kwargs, of_arguments)
+    return _with_size(func, args, kwargs, of_arguments) if func in SIZED_BY_VALUES else (args, kwargs)
+
+
+def _integers_of(func: Any) -> slice | None:
+    name = getattr(func, "__name__", "")
+    return INTEGERS.get(name if name in INTEGERS else name.rstrip("_"))
+
+
+def _with_integers(
+    places: slice, args: Sequence[Any], kwargs: dict[str, Any], of_arguments: Callable[[Tensor], Any]
+) -> tuple[Any, dict[str, Any]]:
+    def known(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim or value.dtype == torch.bool:
+            return value
+        return value if (number := of_arguments(value)) is None else number
+
+    begin, end, _ = places.indices(len(args))
+    taken = pytree.tree_map(known, tuple(args[begin:end]))
+    named = {name: one if name in NO_INTEGERS else pytree.tree_map(known, one) for name, one in kwargs.items()}
+    return (*args[:begin], *taken, *args[end:]), named
+
+
+def _with_size(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], of_arguments: Callable[[Tensor], Any]
+) -> tuple[Any, dict[str, Any]]:
     if func in REPEATS and kwargs.get("output_size") is None and len(args) < 4:
         repeats = kwargs.get("repeats", args[min(1, len(args) - 1)])  # of one argument, it is the repeats themselves
         is_each = isinstance(repeats, Tensor) and (repeats.numel() > 1 or repeats is args[0])
         if is_each and (total := of_arguments(repeats.sum())) is not None:
             return args, {**kwargs, "output_size": total}
+        if not is_each and isinstance(repeats, Tensor) and (each := of_arguments(repeats.sum())) is not None:
+            others = args[2:] if "repeats" not in kwargs else args[1:]
+            return (args[0], each, *others), {name: one for name, one in kwargs.items() if name != "repeats"}
     is_open = func in COUNTING and not kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     if is_open and args[0].numel() and (largest := of_arguments(args[0].max())) is not None:
         return args[:2], {**kwargs, "minlength": largest + 1}
