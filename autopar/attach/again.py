@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
+from autopar.attach.drawn_ahead import serves
 from autopar.attach.generators import States, random_states
 from autopar.attach.prepared import Prepared
 from autopar.attach.programs import Key, State, prepare
@@ -138,7 +139,7 @@ class Before:
         """Inside, the module is as the call found it. Raises RuntimeError where it is not the same in other ways;
         `for_what`: it runs again now.
         """
-        with torch.enable_grad(), self.prepared.hooks.back(self.hooks), self._standing():
+        with torch.enable_grad(), self.prepared.hooks.back(self.hooks), self._standing(), undrawn(self.outside):
             given = self.call.tensors if self.prepared.asks else ()
             if (changed := self.prepared.fits(given)) is not None:
                 raise RuntimeError(f"{for_what}, but since its forward {changed}; change it behind backward")
@@ -174,9 +175,8 @@ def with_every_tangent(before: Before) -> Callable[[], tuple[Runner, Step]]:
         state, key, prepared, call = before.state, before.key, before.prepared, before.call
         with before.back("a gradient arrives for an output beside the loss, for which the step is planned again now"):
             state.wants_tangents.add(key)
-            full = next(
-                (one for one in state.programs[key] if not one.without_tangent and one.fits(call.tensors) is None), None
-            )
+            there = (one for one in state.programs[key] if not one.without_tangent)
+            full = next((one for one in there if serves(one, call.tensors, state.device_mesh)), None)
             if full is None:
                 state.programs[key].remove(prepared)
                 full = prepare(before.parallel, state, call, key, training=before.parallel.training)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
-
-from autopar.trace.drawn import Draws
 
 States = list[tuple[torch.Generator, Tensor]]
 
@@ -25,21 +21,6 @@ def random_states(ranks: int, device: torch.device) -> States:
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
     return [(generator, generator.get_state()) for generator in generators]
-
-
-def drawn_now(
-    draws: Draws, modules: Mapping[str, nn.Module], asked: Callable[..., Tensor], device_mesh: DeviceMesh
-) -> list[Tensor]:
-    """What forward draws from Python's and numpy's own generators in this call, the same on all ranks: rank 0's. Those
-    of the others go on alike. `asked`: as `Draws.tensors` has it.
-    """
-    found = draws.tensors(modules, asked)
-    if not found or dist.get_world_size() == 1:
-        return found
-    sent = [value.to(device_mesh.device_type) for value in found]
-    for value in sent:
-        dist.broadcast(value, 0)
-    return sent
 
 
 @contextlib.contextmanager

@@ -97,6 +97,11 @@ class Prepared:
         """Of the whole model; of several micro-batches one of them."""
         return self.runner.graph
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether other calls have other programs, by what is in their arguments, or by what they draw."""
+        return bool(self.asks or self.asked.of_draws)
+
     def fits(self, given: Sequence[Tensor], known: dict[int, Any] | None = None) -> str | None:
         """None where this program still means what the module does with these; else what has changed, in words.
         `known`: as of `Asked.changed`.

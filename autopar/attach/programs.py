@@ -23,6 +23,7 @@ from autopar._compat import with_torch_function
 from autopar.attach import hooks
 from autopar.attach.agree import agreed
 from autopar.attach.batches import SameBatches, batch_dims_of, tell_other_rows
+from autopar.attach.drawn_ahead import drawing_as_rank_0, serves
 from autopar.attach.guards import guards_of, has_tensors, refuse_carried
 from autopar.attach.host_parameters import resident
 from autopar.attach.pipe import Pipe
@@ -174,10 +175,10 @@ def found(state: State, key: Key, tensors: Sequence[Tensor]) -> Prepared | None:
     """The program of this call, of these, if there is one that still means what the module does."""
     kept, known = [] if state.has_new else state.programs.get(key, []), dict[int, Any]()
     for place, prepared in enumerate(kept):
-        if prepared.fits(tensors, known) is None:
+        if serves(prepared, tensors, state.device_mesh, known):
             state.programs.move_to_end(key)
             state.in_a_row[key] = 0
-            if prepared.asks:  # the one that was used longest ago goes first
+            if prepared.has_answers:  # the one that was used longest ago goes first
                 kept.insert(0, kept.pop(place))
             return prepared
     return None
@@ -241,7 +242,7 @@ def prepare(
             if staged is not None:
                 staged = staged.residing(state.plan.residence)
             plan = resident(plan, state.plan.residence)
-        plan = _with_notes(plan, captured.notes)
+        plan = replace(plan, notes=(*plan.notes, *captured.notes))
         runner = runner_of(state, plan, staged)
         if state.plan is not None:
             lay_out_new(parallel, state, runner, new)
@@ -251,7 +252,7 @@ def prepare(
         tell_of_traces(kept[0].fits(call.tensors), len(kept) + 1)
     kept.insert(0, prepared)
     state.in_a_row[key] += 1
-    del kept[ANSWERS if prepared.asks else STATES :]
+    del kept[ANSWERS if prepared.has_answers else STATES :]
     state.calls.setdefault(call.shape, (dict(call.numbers), output_types(prepared.graph)))
     if len(state.programs) == KINDS_TOLD_AT and not kept[1:]:
         tell_of_kinds(KINDS_TOLD_AT)
@@ -264,10 +265,6 @@ def varying(state: State, call: Call) -> set[str]:
     """Paths of the numbers that were others when a call like this one was traced."""
     known, _ = state.calls.get(call.shape, (call.numbers, []))
     return {path for path, value in call.numbers.items() if known.get(path) != value}
-
-
-def _with_notes(plan: Plan, notes: tuple[str, ...]) -> Plan:
-    return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
 
 
 def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: bool) -> tuple[Captured, Graph]:
@@ -319,7 +316,8 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
         refuse_overlaps(parallel, graph)
         return captured, graph
 
-    return agreed(trace, state.device_mesh)
+    with drawing_as_rank_0(state.device_mesh):
+        return agreed(trace, state.device_mesh)
 
 
 def _prepared(

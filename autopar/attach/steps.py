@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.attach.generators import drawn_now, refuse_to_repeat
+from autopar.attach.drawn_ahead import drawn_ahead
+from autopar.attach.generators import refuse_to_repeat
 from autopar.attach.inputs import local_input, piece_with_gradient, type_of
 from autopar.attach.placing import refuse_without_values
 from autopar.attach.prepared import Prepared
@@ -65,8 +65,8 @@ def step_of(state: State, prepared: Prepared, call: Call) -> Step:
             others.append(prepared.constants[node.target.rpartition(":")[0]])
     watched, through = list[Tensor](), dict[str, Tensor]()
     with_gradient = {node.name for node in prepared.graph.inputs_with_gradient}
-    drawn_ahead = _drawn_ahead(state, prepared, call) if prepared.drawn.steps else []
-    tensors = (*call.tensors, *prepared.counting.tensors(prepared.modules), *drawn_ahead)
+    ahead = drawn_ahead(prepared, call.tensors, state.device_mesh) if prepared.drawn.steps else []
+    tensors = (*call.tensors, *prepared.counting.tensors(prepared.modules), *ahead)
     for node, place, layout in prepared.inputs:
         given = tensors[place]  # outputs beside the loss may turn out to have a gradient that leads to it
         if given.requires_grad and node.name not in with_gradient and not prepared.without_tangent:
@@ -92,15 +92,6 @@ def step_of(state: State, prepared: Prepared, call: Call) -> Step:
         assert state.seed is not None
         drawn.append(prepared.runner.seeds(state.seed, drawing))
     return Step((*others, *watched), tuple(drawn), tuple(watched), state.device_mesh, through, prepared.packed)
-
-
-def _drawn_ahead(state: State, prepared: Prepared, call: Call) -> list[Tensor]:
-    asked = {path: call.tensors[at] for path, at in prepared.asks.items()}
-
-    def ask(number: int, more: Mapping[str, Tensor]) -> Tensor:
-        return prepared.asked.value(number, {**asked, **more})
-
-    return drawn_now(prepared.drawn, prepared.modules, ask, state.device_mesh)
 
 
 def _whole(held: Tensor) -> Tensor:

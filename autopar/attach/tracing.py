@@ -20,6 +20,9 @@ def tell_of_traces(changed: str | None, count: int) -> None:
         advice = "what changes from step to step is better an argument of forward (a number will do) or a buffer"
         if changed is not None and changed.startswith(OTHERWISE):
             advice = "leave it a tensor (torch.where for if, masks for lengths), or pad to a few lengths"
+        if changed is None:
+            changed = "what forward goes on by is another number that Python or numpy draws"
+            advice = "draw what sets ways, places and sizes outside of forward, and pass it, or draw it of few"
         if changed == OTHER_HOOKS:
             advice = "register a hook once, in front of the loop, and let it look whether it is wanted"
         warnings.warn(

@@ -25,6 +25,10 @@ OTHERWISE = "what forward asks its arguments"
 NOTE = (
     "forward asks what is in its arguments{}: the plan is for this answer, and each other one has a program of its own"
 )
+DRAWN = (
+    "forward goes on by what it draws outside of torch{}: the plan is for what it drew in this call, and each other "
+    "one has a program of its own"
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ Making = tuple[Any, Many, Many, int | None]  # a function, what it is given, and
 class Arguments:
     """`values`: path -> what an argument holds in the call that is traced. `at_once`: its numbers are taken out, and
     its masks counted, as they come; else where nothing else will do, and `is_lazy` says that something was left open.
-    `as_exported`: a library that writes for torch.export is told of one; `has_told`: it was.
+    `as_exported`: a library that writes for torch.export is told of one; `has_told`: it was. `draws_at_once`: questions
+    to what is drawn outside of torch are answered as they come; `has_drawn`: it is.
     """
 
     values: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -64,6 +69,8 @@ class Arguments:
     is_lazy: bool = False
     as_exported: bool = True
     has_told: bool = False
+    draws_at_once: bool = False
+    has_drawn: bool = False
 
     def otherwise(self) -> Iterator[None]:
         """Ways to trace a forward that cannot be traced like this."""
@@ -72,6 +79,9 @@ class Arguments:
             yield
         if self.has_told and self.as_exported:
             self.as_exported = False
+            yield
+        if self.has_drawn and not self.draws_at_once:
+            self.draws_at_once = True
             yield
 
     def tells(self) -> bool:
@@ -85,8 +95,9 @@ class Asked:
     """The questions of one forward. Values have numbers, and are made of such with smaller ones. `roots`: number of a
     value -> path of the argument that it is; `constants`: -> what it always is; `makings`: -> the function that gives
     it, what that is given, and which of what it gives. `answers`: number -> what it is, the line that asks, and the
-    numbers of all that it is made of, in order; `given`: likewise of what functions outside of torch are given in each
-    call, and is another one in each (`autopar.trace.drawn`).
+    numbers of all that it is made of, in order; `of_draws`: likewise of what is made of arguments and of what is drawn
+    outside of torch; `given`: likewise of what functions there are given, which is another one in each call
+    (`autopar.trace.drawn`).
     """
 
     arguments: Arguments = field(default_factory=Arguments)
@@ -95,6 +106,7 @@ class Asked:
     makings: dict[int, Making] = field(default_factory=dict)
     answers: dict[int, tuple[Any, str, list[int]]] = field(default_factory=dict)
     given: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    of_draws: dict[int, tuple[Any, str, list[int]]] = field(default_factory=dict[int, tuple[Any, str, list[int]]])
     notes: list[str] = field(default_factory=list[str])
 
     def answer(self, number: int) -> Any:
@@ -125,6 +137,23 @@ class Asked:
             return False
         self.given[number] = steps
         return True
+
+    def answer_of_draws(self, number: int, values: Mapping[str, Tensor]) -> Any:
+        """As `answer`, of what is made of these, which are arguments and what is drawn; None where it is not."""
+        if (steps := self._made_of(number, values)) is None:
+            return None
+        with outside_modes(), torch.no_grad():
+            found = self._value(steps, values, {}).tolist()
+        self.of_draws[number] = found, (line := line_here()), steps
+        if (note := DRAWN.format(line)) not in self.notes:
+            self.notes.append(note)
+        return found
+
+    def drawn_as_before(self, values: Mapping[str, Tensor]) -> bool:
+        """Whether the answers to what is drawn are the same with these, which are arguments and what is drawn now."""
+        known = dict[int, Any]()
+        with torch.no_grad():
+            return all(self._value(steps, values, known).tolist() == was for was, _, steps in self.of_draws.values())
 
     def value(self, number: int, values: Mapping[str, Tensor]) -> Tensor:
         """One of `given`, in a call with these arguments."""
@@ -164,11 +193,13 @@ class Asked:
                 made.constants[known[number]] = held
         for number, (answer, line, steps) in self.answers.items():
             made.answers[known[number]] = answer, line, [known[step] for step in steps]
+        for number, (answer, line, steps) in self.of_draws.items():
+            made.of_draws[known[number]] = answer, line, [known[step] for step in steps]
         made.given = {number: [known[step] for step in steps] for number, steps in self.given.items()}
         return made
 
     def _needed(self) -> set[int]:
-        answers = [steps for *_, steps in self.answers.values()]
+        answers = [steps for *_, steps in (*self.answers.values(), *self.of_draws.values())]
         return {one for steps in (*answers, *self.given.values()) for one in steps}
 
     def _made_of(self, number: int, paths: Collection[str] = ()) -> list[int] | None:

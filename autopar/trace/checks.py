@@ -88,6 +88,14 @@ class Checks:
         """`Origins.answer`."""
         return self.origins.answer(tensor)
 
+    def of_draws(self, tensor: Tensor) -> Any:
+        """Likewise of what is drawn outside of torch."""
+        return None if self.draws is None else self.draws.answer(tensor)
+
+    def known(self, tensor: Tensor) -> Any:
+        """Of either."""
+        return self.of_draws(tensor) if (found := self.of_arguments(tensor)) is None else found
+
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, *, of_rows: bool = False) -> None:
         """`func` gave `result`; call it behind every function of torch. `of_rows`: which a mask picks."""
         self.branches.made(func, args, kwargs, result, of_rows=of_rows)
@@ -129,6 +137,8 @@ class Checks:
             wanted = self._expected[id(asked)][1]
         if wanted is None and name in DECIDES and (answer := self.of_arguments(asked)) is not None:
             return bool(answer)
+        if wanted is None and self.arguments.draws_at_once and (answer := self.of_draws(asked)) is not None:
+            return bool(answer)
         if wanted is None and name in DECIDES and (wanted := self._of_branch(asked, frame, is_seen)) is not None:
             return wanted
         _, is_some, count = self._there.get(id(asked), (asked, None, None))
@@ -136,7 +146,8 @@ class Checks:
             self.add(NO_ROWS.format(line_here()), count.number == 0)
             return is_some
         if wanted is None:
-            return None
+            answer = self.of_draws(asked) if name in DECIDES else None
+            return None if answer is None else bool(answer)
         _, each, is_all = self._each.get(id(asked), (asked, asked, wanted))
         each = each if is_all == wanted else asked  # that all are true, or that none is, is asked of each by itself
         self.add(OTHERWISE.format(line_here()), each.bool().logical_not() if wanted else each.bool())

@@ -90,10 +90,12 @@ class Taken:
 @dataclass
 class Draws:
     """What forward draws. `are_there`: it does; `steps`: what a call runs ahead; `taken`: what the program takes of
-    these. `paths_of`: id of the attributes of each module that is traced -> its path; `in_place_of`: id of what stands
-    in the place of a function -> that. `written`: attributes that forward has set by now.
+    these. `start`: the states from which the call draws that is traced. `paths_of`: id of the attributes of each module
+    that is traced -> its path; `in_place_of`: id of what stands in the place of a function -> that. `written`:
+    attributes that forward has set by now.
     """
 
+    start: tuple[Any, Any] = field(default_factory=lambda: states_outside())
     are_there: bool = False
     steps: list[Step] = field(default_factory=list[Step])
     taken: list[Taken] = field(default_factory=list[Taken])
@@ -102,6 +104,9 @@ class Draws:
     written: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
     is_drawing: bool = False
     _values: list[Any] = field(default_factory=list[Any])
+    _began: list[Any] = field(default_factory=list[Any])  # states, as each step was called
+    _before: Any = None  # the states, as the last one was called
+    _now: Any = None  # the states by now
     _there: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     _given: list[Tensor] = field(default_factory=list[Tensor])
     _had: list[Any] = field(default_factory=list[Any])
@@ -128,6 +133,8 @@ class Draws:
         self._given, self._checks = [given[name] for name in self._names() if name in given], checks
         self._had, checks.draws = [_kind(one) for one in self._given], self
         self.steps, self.taken, self._values, self._there = [], [], [], {}
+        self._began, self._now = [], self.start
+        checks.arguments.has_drawn |= self.are_there
 
     @property
     def are_as_given(self) -> bool:
@@ -142,15 +149,29 @@ class Draws:
         """Raise TraceError where a step gives another value now, ahead of forward, than where forward has called it:
         it hangs on what forward does before, or what is around it there.
         """
-        for step, was in zip(self.steps, self._values, strict=True):
+        for step, was, states in zip(self.steps, self._values, self._began, strict=True):
             try:
-                with undrawn():
+                with undrawn(states):
                     now = step.run(self._values, modules, asked)
             except Exception as error:
                 raise TraceError(f"{ELSEWHERE.format(step.line)} ({type(error).__name__}: {error})") from error
             if not _is_same(now, was):
                 raise TraceError(ELSEWHERE.format(step.line))
-        self._values = []
+        self._values, self._began = [], []
+
+    def answer(self, tensor: Tensor) -> Any:
+        """What is in a tensor that is made of what the call draws that is traced; None where nobody knows. The program
+        is one of calls in which it is the same.
+        """
+        if self._checks is None or not self.taken:
+            return None
+        return self._checks.origins.answer_of_draws(tensor, self._known_now(self._checks))
+
+    def _known_now(self, checks: Checks) -> dict[str, Tensor]:
+        """Arguments, and what is drawn by now, by path."""
+        with outside_modes():
+            drawn = [as_tensor(self._values[one.number]) for one in self.taken]
+        return {**checks.arguments.values, **dict(zip(self.paths(), drawn, strict=True))}
 
     def tensors(self, modules: Mapping[str, nn.Module], asked: Callable[..., Tensor]) -> list[Tensor]:
         """What the program takes in a call that is made now: this draws. `asked`: what is in tensors that functions
@@ -184,7 +205,7 @@ class Draws:
         here = {self.paths_of.get(id(vars(one))) for one in modules}
         set_here = {name for path, name in self.written if path in here}
         refuse_what_is_set(called, modules, set_here, self.in_place_of)
-        with self._drawing(), changing_nothing(given, modules):
+        with self._drawing(only), changing_nothing(given, modules):
             value = called(*given[0], **given[1])
         where = function if method is None else self.paths_of[id(vars(function))]
         return self._noted(value, Step(where, told[0], told[1], method, only))
@@ -266,18 +287,25 @@ class Draws:
         return Number(self.take(number), self._checks)
 
     @contextlib.contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Inside, generators draw, and behind it it is as if they had not."""
+    def _drawing(self, only: tuple[tuple[int, bool], ...]) -> Iterator[None]:
+        """Inside, generators draw, as in the call that is traced, and behind it it is as if they had not. `only`: as of
+        the step.
+        """
+        assert self._checks is not None
+        asked, known = self._checks.origins.asked, self._known_now(self._checks) if only else {}
         was, self.is_drawing = self.is_drawing, True
         try:
-            with undrawn(), outside_modes():
+            with undrawn(self._now), outside_modes():
+                is_made = all(bool(asked.value(number, known)) == answer for number, answer in only)
                 yield
+                self._before, self._now = self._now, states_outside() if is_made else self._now
         finally:
             self.is_drawing = was
 
     def _noted(self, value: Any, step: Step) -> Any:
         self.steps.append(step)
         self._values.append(value)
+        self._began.append(self._before)
         number = len(self.steps) - 1
         if value is None:
             return None

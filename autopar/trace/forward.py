@@ -220,13 +220,13 @@ class _Watch(TorchFunctionMode):
             return places
         counted = counted_now(func, args, kwargs)
         with self:
-            return None if counted is None else counted(self.checks.of_arguments)
+            return None if counted is None else counted(self.checks.known)
 
     def _as_taken(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of `func` as a program has them."""
         if takes_sizes(func):
             with self:  # what sizes are made of is seen
-                args, kwargs = with_sizes(func, args, kwargs, self.checks.of_arguments)
+                args, kwargs = with_sizes(func, args, kwargs, self.checks.known)
         return with_limits(func, *dense_lookup(func, with_condition(func, args), kwargs))
 
     def _taken_out(self, func: Any, args: Any) -> Any:
@@ -357,7 +357,7 @@ class _Watch(TorchFunctionMode):
     def _with_places(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of `func` with what is known of an index, and of sizes, in them."""
         given = self.literals.places(func, with_counted_places(func, args))
-        args, kwargs, sizes = self.literals.sizes(func, given, kwargs, self.checks.of_arguments)
+        args, kwargs, sizes = self.literals.sizes(func, given, kwargs, self.checks.known)
         for size, number in sizes:
             if self.literals.asks_buffers(size):
                 self.checks.answered(None, (size,), {}, number)

@@ -79,7 +79,7 @@ class Number:
 
     def at_once(self, told: str) -> Any:
         """A number of Python where nothing else will do. Raises TraceError, which says `told`, where there is none."""
-        if (known := self._checks.of_arguments(self.tensor)) is None:
+        if (known := self._checks.known(self.tensor)) is None:
             raise TraceError(f"{told}. {INSTEAD}")
         return known
 
@@ -139,7 +139,7 @@ class Number:
 
     def _at_once(self, *_: Any) -> Any:
         with self._checks:
-            if (known := self._checks.of_arguments(self.tensor)) is None:
+            if (known := self._checks.known(self.tensor)) is None:
                 raise needed_now()
             return int(known)
 

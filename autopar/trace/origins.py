@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -154,6 +154,12 @@ class Origins:
         number = self._by_id[id(tensor)] if self._is_known(tensor) else None
         value = None if number is None else self.asked.give(number)
         return None if number is None or value is None else (number, value)
+
+    def answer_of_draws(self, tensor: torch.Tensor, values: Mapping[str, torch.Tensor]) -> Any:
+        """As `answer`, of what is made of these, by path: of arguments, and of what is drawn outside of torch."""
+        if tensor.is_floating_point() or tensor.is_complex() or not self._is_known(tensor):
+            return None
+        return self.asked.answer_of_draws(self._by_id[id(tensor)], values)
 
     def later(self, tensor: torch.Tensor, paths: Collection[str]) -> int | None:
         """The number of a tensor that is made of arguments, and of what lies at these paths, if it is."""

@@ -1,0 +1,72 @@
+"""What a call draws from Python's and numpy's own generators ahead of its program: the same on all ranks, rank 0's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.attach.prepared import Prepared
+from autopar.trace.drawn import states_outside, undrawn
+
+
+def drawn_ahead(prepared: Prepared, given: Sequence[Tensor], device_mesh: DeviceMesh) -> list[Tensor]:
+    """What the program takes of what is drawn in this call. The generators of other ranks go on as rank 0's do.
+    `given`: the arguments of the call.
+    """
+    asked = {path: given[at] for path, at in prepared.asks.items()}
+
+    def ask(number: int, more: Mapping[str, Tensor]) -> Tensor:
+        return prepared.asked.value(number, {**asked, **more})
+
+    found = prepared.drawn.tensors(prepared.modules, ask)
+    return _of_rank_0(found, device_mesh)
+
+
+def serves(
+    prepared: Prepared, given: Sequence[Tensor], device_mesh: DeviceMesh, known: dict[int, Any] | None = None
+) -> bool:
+    """Whether the program is the one of a call that is made now: it fits (`known`: as `Prepared.fits` has it), and what
+    is drawn is what it was made for. All ranks have to call it.
+    """
+    if prepared.fits(given, known) is not None:
+        return False
+    if not prepared.asked.of_draws:
+        return True
+    with undrawn():
+        drawn = drawn_ahead(prepared, given, device_mesh)
+    values = {path: given[at] for path, at in prepared.asks.items()}
+    return prepared.asked.drawn_as_before(values | dict(zip(prepared.drawn.paths(), drawn, strict=True)))
+
+
+@contextlib.contextmanager
+def drawing_as_rank_0(device_mesh: DeviceMesh) -> Iterator[None]:
+    """Inside, the generators are as rank 0's: all ranks trace what it draws. All have to call it."""
+    if dist.get_world_size() == 1:
+        yield
+        return
+    pythons, (name, keys, *rest) = states_outside()
+    numbers = [*pythons[1], *map(int, keys), int(rest[0]), int(rest[1])]
+    left = [0.0 if pythons[2] is None else pythons[2], float(pythons[2] is not None), float(rest[2])]
+    told = torch.tensor(numbers), torch.tensor(left, dtype=torch.float64)
+    numbers, left = (one.tolist() for one in _of_rank_0(told, device_mesh))
+    count = len(pythons[1])
+    normal = left[0] if left[1] else None
+    found = np.array(numbers[count:-2], keys.dtype), *numbers[-2:], left[2]
+    with undrawn(((pythons[0], tuple(numbers[:count]), normal), (name, *found))):
+        yield
+
+
+def _of_rank_0(values: Sequence[Tensor], device_mesh: DeviceMesh) -> list[Any]:
+    if not values or dist.get_world_size() == 1:
+        return [*values]
+    sent = [value.to(device_mesh.device_type) for value in values]
+    for value in sent:
+        dist.broadcast(value, 0)
+    return sent
