@@ -13,20 +13,27 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.attach.prepared import Prepared
-from autopar.trace.drawn import states_outside, undrawn
+from autopar.trace.drawn import go_on_from, states_outside, undrawn
 
 
 def drawn_ahead(prepared: Prepared, given: Sequence[Tensor], device_mesh: DeviceMesh) -> list[Tensor]:
-    """What the program takes of what is drawn in this call. The generators of other ranks go on as rank 0's do.
-    `given`: the arguments of the call.
+    """What the program takes of what is drawn in this call. `given`: its arguments. The generators of other ranks go on
+    as if they drew, too; of programs that are for one answer alone they only do if they are as rank 0's, as how much is
+    drawn, and of which shape, hangs on what is drawn.
     """
     asked = {path: given[at] for path, at in prepared.asks.items()}
 
     def ask(number: int, more: Mapping[str, Tensor]) -> Tensor:
         return prepared.asked.value(number, {**asked, **more})
 
-    found = prepared.drawn.tensors(prepared.modules, ask)
-    return _of_rank_0(found, device_mesh)
+    if not prepared.asked.of_draws or dist.get_world_size() == 1:
+        return _of_rank_0(prepared.drawn.tensors(prepared.modules, ask), device_mesh)
+    with drawing_as_rank_0(device_mesh) as is_as_here:
+        found = prepared.drawn.tensors(prepared.modules, ask)
+        behind = states_outside()
+    if is_as_here:
+        go_on_from(behind)
+    return [value.to(device_mesh.device_type) for value in found]
 
 
 def serves(
@@ -46,21 +53,22 @@ def serves(
 
 
 @contextlib.contextmanager
-def drawing_as_rank_0(device_mesh: DeviceMesh) -> Iterator[None]:
-    """Inside, the generators are as rank 0's: all ranks trace what it draws. All have to call it."""
+def drawing_as_rank_0(device_mesh: DeviceMesh) -> Iterator[bool]:
+    """Inside, the generators are as rank 0's; gives whether they are outside. All ranks have to call it."""
     if dist.get_world_size() == 1:
-        yield
+        with undrawn():
+            yield True
         return
     pythons, (name, keys, *rest) = states_outside()
     numbers = [*pythons[1], *map(int, keys), int(rest[0]), int(rest[1])]
     left = [0.0 if pythons[2] is None else pythons[2], float(pythons[2] is not None), float(rest[2])]
-    told = torch.tensor(numbers), torch.tensor(left, dtype=torch.float64)
-    numbers, left = (one.tolist() for one in _of_rank_0(told, device_mesh))
-    count = len(pythons[1])
-    normal = left[0] if left[1] else None
+    own = [torch.tensor(numbers), torch.tensor(left, dtype=torch.float64)]
+    told = [one.cpu() for one in _of_rank_0([one.clone() for one in own], device_mesh)]
+    numbers, left = (one.tolist() for one in told)
+    count, normal = len(pythons[1]), left[0] if left[1] else None
     found = np.array(numbers[count:-2], keys.dtype), *numbers[-2:], left[2]
     with undrawn(((pythons[0], tuple(numbers[:count]), normal), (name, *found))):
-        yield
+        yield all(map(torch.equal, own, told))
 
 
 def _of_rank_0(values: Sequence[Tensor], device_mesh: DeviceMesh) -> list[Any]:

@@ -18,18 +18,25 @@ from autopar.trace.lines import line_here
 from autopar.trace.numbers import Number
 
 BY_METHODS = ("floor", "ceil", "trunc")  # of numbers
+_AS_TORCH = """
+    sqrt exp expm1 exp2 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc fabs
+    degrees radians atan2 hypot fmod copysign pow isnan isinf isfinite
+"""
+# Functions of `math` that torch has for tensors: name -> what that is called there.
+AS_TORCH = {name: name for name in _AS_TORCH.split()} | {"fabs": "abs", "degrees": "rad2deg", "radians": "deg2rad"}
+NOT_IN_DOMAIN = "forward gives math.{} a number{} for which Python raises ValueError or OverflowError there"
 
 
 @contextlib.contextmanager
-def math_of_counted(are_there: bool) -> Iterator[None]:
-    """Inside, Python's `math` takes them, too, where there are any."""
+def math_of_numbers() -> Iterator[None]:
+    """Inside, Python's `math` takes numbers that are counted, and numbers of each call."""
     functions = {
         name: function
         for name, function in vars(math).items()
-        if are_there and callable(function) and not name.startswith("_") and name not in BY_METHODS
+        if callable(function) and not name.startswith("_") and name not in BY_METHODS
     }
     for name, function in functions.items():
-        setattr(math, name, _taking_counted(name, function))
+        setattr(math, name, _taking_numbers(name, function))
     try:
         yield
     finally:
@@ -37,13 +44,27 @@ def math_of_counted(are_there: bool) -> Iterator[None]:
             setattr(math, name, function)
 
 
-def _taking_counted(name: str, python: Callable[..., Any]) -> Callable[..., Any]:
+def _taking_numbers(name: str, python: Callable[..., Any]) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
+        if name in AS_TORCH and not kwargs and any(type(one) is Number for one in args):
+            return _as_torch(name, [one.as_given() if isinstance(one, Number) else one for one in args])
         if kwargs or not any(type(one) is Counted for one in args):
             return python(*args, **kwargs)
         return computed(python, args, made_by(name, args))
 
     return function
+
+
+def _as_torch(name: str, given: list[Any]) -> Number:
+    """A function of `math`, of numbers of each call among others. Those that it is not defined for are told of."""
+    numbers = [one for one in given if isinstance(one, Number)]
+    like = numbers[0].tensor.double()
+    taken = [one.tensor.double() if isinstance(one, Number) else torch.full_like(like, float(one)) for one in given]
+    made = getattr(torch, AS_TORCH[name])(*taken)
+    if not name.startswith("is"):
+        are_finite = torch.stack([one.isfinite() for one in taken]).all()
+        numbers[0]._checks.add(NOT_IN_DOMAIN.format(name, line_here()), are_finite & ~made.isfinite())
+    return Number(made, numbers[0]._checks)
 
 
 class _StandsFor:

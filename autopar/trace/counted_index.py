@@ -19,7 +19,7 @@ from autopar.trace.numbers import Number
 
 def with_counted_places(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of `x[index] = y`, with a tensor in the place of the one number or slice in it that is counted; of
-    other indices such numbers are Python's.
+    other indices such numbers are Python's. Lists of numbers of each call are tensors.
     """
     name = getattr(func, "__name__", "")
     if name not in ("__getitem__", "__setitem__") or not isinstance(args[0], Tensor):
@@ -27,7 +27,17 @@ def with_counted_places(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if name == "__setitem__" and (found := _with_a_tensor(args)) is not None:
         return found
     index = pytree.tree_map(lambda part: part.pinned() if type(part) is Counted else part, args[1])
-    return args[0], index, *args[2:]
+    parts = [_of_list(part) for part in index] if isinstance(index, tuple) else _of_list(index)
+    return args[0], tuple(parts) if isinstance(index, tuple) else parts, *args[2:]
+
+
+def _of_list(part: Any) -> Any:
+    """A list of numbers of each call, as a tensor: what is picked by either is a copy."""
+    if not isinstance(part, list) or not any(type(one) is Number for one in part):
+        return part
+    if not all(type(one.like if isinstance(one, Number) else one) is int for one in part):
+        return part
+    return torch.stack([one.tensor if isinstance(one, Number) else torch.tensor(one) for one in part])
 
 
 def _with_a_tensor(args: tuple[Any, ...]) -> tuple[Any, ...] | None:

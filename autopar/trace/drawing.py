@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 import sys
 import types
@@ -21,6 +22,7 @@ from autopar.trace.ahead import INSTEAD
 from autopar.trace.asked import Asked
 from autopar.trace.drawn import Draws, states_outside, undrawn, unlike
 from autopar.trace.drawn_arrays import Drawn
+from autopar.trace.drawn_objects import among_objects
 from autopar.trace.lines import NUMPYS, caller, line_here
 from autopar.trace.numbers import Number
 from autopar.trace.values import is_torchs
@@ -169,6 +171,8 @@ class Drawing:
             if is_torchs(caller(1)):  # torch's own numbers for a trace
                 with undrawn():
                     return plain(*args, **kwargs)
+            if (chosen := among_objects(plain, args)) is not None:
+                return chosen(draws.called, args, kwargs)
             return draws.called(plain, args, kwargs)
 
         return staticmethod(function) if isinstance(was, staticmethod) else function
@@ -254,7 +258,7 @@ def _calls_without_tensors(frame: types.FrameType | None) -> Iterator[tuple[type
     """The functions that run in this frame and further out, as far as they are given no tensors."""
     while frame is not None and not is_torchs(frame.f_code.co_filename):
         code = frame.f_code
-        if not code.co_name.startswith("<"):
+        if not code.co_name.startswith("<") and not code.co_flags & inspect.CO_GENERATOR:
             given = code.co_argcount + code.co_kwonlyargcount + sum(map(bool, (code.co_flags & 4, code.co_flags & 8)))
             values = [frame.f_locals.get(name) for name in code.co_varnames[:given]]
             tensors = [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor)]

@@ -363,14 +363,15 @@ def unlike(states: tuple[Any, Any]) -> tuple[Any, Any]:
 def undrawn(states: tuple[Any, Any] | None = None) -> Iterator[None]:
     """Behind it Python's and numpy's own generators are as they were; inside they go on from these states."""
     before = states_outside()
-    _go_on_from(before if states is None else states)
+    go_on_from(before if states is None else states)
     try:
         yield
     finally:
-        _go_on_from(before)
+        go_on_from(before)
 
 
-def _go_on_from(states: tuple[Any, Any]) -> None:
+def go_on_from(states: tuple[Any, Any]) -> None:
+    """Let Python's and numpy's own generators have these states."""
     random.setstate(states[0])
     np.random.set_state(states[1])
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._compat import FakeTensor, outside_modes, pytree
 from autopar.errors import TraceError
 from autopar.trace.ambient import inference_without_gradients
-from autopar.trace.builtin import math_of_counted
+from autopar.trace.builtin import math_of_numbers
 from autopar.trace.calls import flatten_inputs, with_argument
 from autopar.trace.checked import checked
 from autopar.trace.checks import Checks
@@ -94,7 +94,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
             arguments, _ = flatten_inputs(args, kwargs)
             had, parts = with_notes(now, noted), dict(model.named_modules())
             with (
-                watch, standing(numbers, modules), math_of_counted(counting.are_there), inference_without_gradients(),
+                watch, standing(numbers, modules), math_of_numbers(), inference_without_gradients(),
                 as_it_runs(reads.asked.arguments.tells),
             ):  # fmt: skip
                 returned = original(*args, **kwargs)

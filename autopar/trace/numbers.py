@@ -10,7 +10,7 @@ import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -371,15 +371,6 @@ def made_of_tensors(func: Any, args: Any, kwargs: Any) -> Callable[[], Tensor] |
 
 
 MADE = {"tensor": _tensor_of, "as_tensor": _tensor_of, "new_tensor": _new_tensor, "scalar_tensor": _scalar_tensor}
-
-
-def refuse_text(values: Sequence[Any]) -> None:
-    """Raises TraceError where one is text that a value was written into."""
-    if found := next((one for one in values if isinstance(one, str) and TEXT in one), None):
-        raise TraceError(
-            f"forward returns or keeps text with a value in it, {found!r}, and a program makes no "
-            "text: return or keep the value, and write it outside"
-        )
 
 
 def hangs(more: str = "") -> TraceError:

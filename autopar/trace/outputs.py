@@ -28,7 +28,7 @@ from autopar.trace.independent import holds_fakes
 from autopar.trace.installed import hung_on, take_back
 from autopar.trace.left import is_kept, is_made
 from autopar.trace.modules import HOOKS
-from autopar.trace.numbers import Array, Number, refuse_text
+from autopar.trace.numbers import TEXT, Array, Number
 from autopar.trace.reads import Reads
 from autopar.trace.records import make_known, make_states_known
 from autopar.trace.sharing import NOWHERE, Memory
@@ -149,7 +149,7 @@ def returning(model: nn.Module, reads: Reads, notes: list[str], derivatives: Seq
         _refuse_parameters(parameters, model, reads)
         reads.see_what_is_set_otherwise(had, modules)
         take_back(modules, before, reads)
-        refuse_text([after for _, after, _ in reads.written.values()])
+        _refuse_text([after for _, after, _ in reads.written.values()])
         kept_as = ((f"keeps in {called(place)}", after) for place, (_, after, _) in reads.written.items())
         refuse_kept([("returns", outputs), *kept_as])
         refuse_what_is_written(given, outputs)
@@ -209,7 +209,7 @@ def _keeps(value: Any) -> bool:
 def _with_tensors(returned: Returned) -> Returned:
     """The same with tensors in the place of numbers out of them. Raises TraceError where one is in text."""
     leaves, spec = pytree.tree_flatten(returned)
-    refuse_text(leaves)
+    _refuse_text(leaves)
     numbers = frozenset(place for place, leaf in enumerate(leaves) if isinstance(leaf, Number))
     if not numbers:
         return returned
@@ -239,3 +239,12 @@ def _without_caches(value: Any, notes: list[str]) -> Any:
             return value
         return with_parts(value, parts)
     return value
+
+
+def _refuse_text(values: Sequence[Any]) -> None:
+    """Raises TraceError where one is text that a value was written into."""
+    if found := next((one for one in values if isinstance(one, str) and TEXT in one), None):
+        raise TraceError(
+            f"forward returns or keeps text with a value in it, {found!r}, and a program makes no "
+            "text: return or keep the value, and write it outside"
+        )
