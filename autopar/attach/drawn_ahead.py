@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.attach.prepared import Prepared
+from autopar.trace.asked import put_together
 from autopar.trace.drawn import go_on_from, states_outside, undrawn
 
 
@@ -21,11 +23,7 @@ def drawn_ahead(prepared: Prepared, given: Sequence[Tensor], device_mesh: Device
     as if they drew, too; of programs that are for one answer alone they only do if they are as rank 0's, as how much is
     drawn, and of which shape, hangs on what is drawn.
     """
-    asked = {path: given[at] for path, at in prepared.asks.items()}
-
-    def ask(number: int, more: Mapping[str, Tensor]) -> Tensor:
-        return prepared.asked.value(number, {**asked, **more})
-
+    ask = partial(_value, prepared, _arguments(prepared, given))
     if not prepared.asked.of_draws or dist.get_world_size() == 1:
         return _of_rank_0(prepared.drawn.tensors(prepared.modules, ask), device_mesh)
     with drawing_as_rank_0(device_mesh) as is_as_here:
@@ -46,10 +44,28 @@ def serves(
         return False
     if not prepared.asked.of_draws:
         return True
-    with undrawn():
-        drawn = drawn_ahead(prepared, given, device_mesh)
-    values = {path: given[at] for path, at in prepared.asks.items()}
-    return prepared.asked.drawn_as_before(values | dict(zip(prepared.drawn.paths(), drawn, strict=True)))
+    values = _arguments(prepared, given)
+
+    def goes_on(path: str, drawn: Tensor) -> bool:
+        values[path] = drawn
+        return prepared.asked.is_as_drawn(values, path)
+
+    with drawing_as_rank_0(device_mesh):
+        return prepared.drawn.are_alike(prepared.modules, partial(_value, prepared, values), goes_on)
+
+
+def _arguments(prepared: Prepared, given: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Those that are asked, whole, where what is drawn may hang on some. All ranks have to call it: not all of them may
+    ask.
+    """
+    if not prepared.asked.given and not prepared.asked.of_draws:
+        return {}
+    return {path: put_together(given[at]) for path, at in prepared.asks.items()}
+
+
+def _value(prepared: Prepared, arguments: Mapping[str, Tensor], number: int, more: Mapping[str, Tensor]) -> Tensor:
+    """One of `Asked.given`, of these arguments and `more`, which is drawn by then."""
+    return prepared.asked.value(number, {**arguments, **more})
 
 
 @contextlib.contextmanager

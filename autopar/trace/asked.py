@@ -149,11 +149,18 @@ class Asked:
             self.notes.append(note)
         return found
 
-    def drawn_as_before(self, values: Mapping[str, Tensor]) -> bool:
-        """Whether the answers to what is drawn are the same with these, which are arguments and what is drawn now."""
+    def is_as_drawn(self, values: Mapping[str, Tensor], last: str) -> bool:
+        """Whether the answers are the same with these, which are arguments and what is drawn by now; of those that can
+        be asked since the `last` of them is there.
+        """
         known = dict[int, Any]()
-        with torch.no_grad():
-            return all(self._value(steps, values, known).tolist() == was for was, _, steps in self.of_draws.values())
+        for was, _, steps in self.of_draws.values():
+            needed = {self.roots[one] for one in steps if one in self.roots}
+            if last in needed and needed <= values.keys():
+                with torch.no_grad():
+                    if self._value(steps, values, known).tolist() != was:
+                        return False
+        return True
 
     def value(self, number: int, values: Mapping[str, Tensor]) -> Tensor:
         """One of `given`, in a call with these arguments."""
@@ -231,7 +238,7 @@ class Asked:
                 known[number] = found if isinstance(found, Tensor) else torch.tensor(found)  # `torch.equal`
             else:
                 held = values[self.roots[number]] if number in self.roots else self.constants[number]
-                known[number] = _whole(held).detach().cpu()
+                known[number] = put_together(held).detach().cpu()
         return known[steps[-1]]
 
 
@@ -283,11 +290,11 @@ def values_of(leaves: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
     """
     there = [(path, one) for path, one in leaves if type(one) in (Tensor, DTensor) and one.device.type != "meta"]
     is_wide = {path: one.is_floating_point() and one.numel() > MOST for path, one in there if isinstance(one, DTensor)}
-    return {path: _whole(one) for path, one in there if not is_wide.get(path)}
+    return {path: put_together(one) for path, one in there if not is_wide.get(path)}
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """All ranks have to call it."""
+def put_together(tensor: Tensor) -> Tensor:
+    """The whole of an argument; all ranks have to call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -177,15 +177,7 @@ class Draws:
         """What the program takes in a call that is made now: this draws. `asked`: what is in tensors that functions
         which draw are given, and that decide whether they are called, by number; `more`: what is drawn by then.
         """
-        made, found = list[Any](), dict[int, Tensor]()
-        there, taken = dict[str, Tensor](), {one.number: place for place, one in enumerate(self.taken)}
-        ask = partial(asked, more=there)
-        for number, step in enumerate(self.steps):
-            is_made = all(bool(ask(asks)) == answer for asks, answer in step.only)
-            made.append(step.run(made, modules, ask) if is_made else None)
-            if (place := taken.get(number)) is not None:
-                found[place] = as_tensor(made[-1]) if is_made else self.taken[place].example
-                there[self.paths()[place]] = found[place]
+        found = dict(self._each(modules, asked))
         for place, one in enumerate(self.taken):
             value = found[place]
             if _kind(value) != _kind(one.example):
@@ -194,6 +186,29 @@ class Draws:
                     "it was traced: have it draw as much each time, and mask what is not needed"
                 )
         return [found[place] for place in range(len(self.taken))]
+
+    def are_alike(
+        self, modules: Mapping[str, nn.Module], asked: Callable[..., Tensor], goes_on: Callable[[str, Tensor], bool]
+    ) -> bool:
+        """Whether a call that is made now draws what the program takes, of the same shapes. `goes_on`: whether it does
+        by what is drawn at that path; what would be drawn behind another answer is none of this program's.
+        """
+        for place, value in self._each(modules, asked):
+            if _kind(value) != _kind(self.taken[place].example) or not goes_on(self.paths()[place], value):
+                return False
+        return True
+
+    def _each(self, modules: Mapping[str, nn.Module], asked: Callable[..., Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """What the program takes, by its place in `taken`, in the order in which it is drawn."""
+        made, there = list[Any](), dict[str, Tensor]()
+        ask, taken = partial(asked, more=there), {one.number: place for place, one in enumerate(self.taken)}
+        for number, step in enumerate(self.steps):
+            is_made = all(bool(ask(asks)) == answer for asks, answer in step.only)
+            made.append(step.run(made, modules, ask) if is_made else None)
+            if (place := taken.get(number)) is not None:
+                value = as_tensor(made[-1]) if is_made else self.taken[place].example
+                there[self.paths()[place]] = value
+                yield place, value
 
     def computed(self, function: Any, args: Any, kwargs: Any, method: str | None = None) -> Any:
         """What stands for what a function, or that method of a module, gives that draws or is given what is drawn."""

@@ -68,6 +68,13 @@ def of_so_many_numbers(model: Layers, x: Tensor) -> Tensor:
     return x + torch.from_numpy(np.random.rand(np.random.randint(1, 5))).sum()
 
 
+def arrays_of_so_many(model: Layers, x: Tensor) -> Tensor:
+    count = random.randint(1, 3)
+    for layer, place in zip(model.layers[:count], np.random.permutation(count), strict=True):
+        x = layer(x) * float(place + 1)
+    return x
+
+
 def until_it_fits(model: Layers, x: Tensor) -> Tensor:
     drawn = random.gauss(0, 1)
     while abs(drawn) > 0.8:
@@ -118,7 +125,7 @@ def of_a_generator(model: Layers, x: Tensor) -> Tensor:
 
 FORMS = [
     of_functions, of_modules, in_some_order, shuffled_rows, cropped, cut_and_mixed, so_many_layers,
-    until_it_fits, between_two, either, nothing_ahead, by_arrays, of_math, of_a_generator,
+    arrays_of_so_many, until_it_fits, between_two, either, nothing_ahead, by_arrays, of_math, of_a_generator,
 ]  # fmt: skip
 OF_ONE = (shuffled_rows, of_math, of_a_generator)  # which leave all open
 
