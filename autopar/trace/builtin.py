@@ -15,7 +15,7 @@ from autopar._compat import FakeTensor
 from autopar.trace.formulas import Counted, computed, made_by
 from autopar.trace.gathered import Gathered
 from autopar.trace.lines import line_here
-from autopar.trace.numbers import Number
+from autopar.trace.numbers import TOO_LARGE, Number
 
 BY_METHODS = ("floor", "ceil", "trunc")  # of numbers
 _AS_TORCH = """
@@ -121,6 +121,7 @@ def _float(number: Number) -> Number:
 def _int(number: Number) -> Number:
     if number.tensor.is_floating_point():
         number._checks.add(f"forward makes an int{line_here()} of what is no number", ~number.tensor.isfinite())
+        number._checks.add(TOO_LARGE.format(line_here()), number.tensor.isfinite() & (number.tensor.abs() >= 2.0**63))
     whole = number.tensor.trunc() if number.tensor.is_floating_point() else number.tensor
     return Number(whole.long(), number._checks)
 

@@ -53,6 +53,7 @@ INSTEAD = (
 )
 TEXT = "(a value of each call)"
 WRITTEN = "forward writes a value into text{}: that is done once, while it is traced, and without the value"
+TOO_LARGE = "forward computes an integer{} of more than 64 bits, which Python has and a program has not"
 DIVIDED = "forward divides by a number{} that is 0 in this call: Python raises ZeroDivisionError there"
 
 
@@ -100,6 +101,9 @@ class Number:
         left, right = reversed(pair) if is_reversed else pair
         if name in DIVIDES and isinstance(right, Tensor):
             self._checks.add(DIVIDED.format(line_here()), right.eq(0))
+        if name in ("mul", "pow") and not is_float:
+            wide = of_numbers(*(one.double() if isinstance(one, Tensor) else float(one) for one in (left, right)))
+            self._checks.add(TOO_LARGE.format(line_here()), wide.abs() >= 2.0**63)
         return Number(of_numbers(left, right), self._checks)
 
     def __neg__(self) -> Any:

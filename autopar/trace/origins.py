@@ -6,12 +6,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch.nn import functional
 
 from autopar._compat import pytree
+from autopar.errors import TraceError
 from autopar.trace.asked import Asked, Making, Many, Ref, Slice, again, numbers_in
+from autopar.trace.lines import line_here
 from autopar.trace.sharing import has_storage, storage_of
 
 _PURE = """
@@ -106,6 +109,7 @@ class Origins:
         self._in_memory: dict[int | None, dict[int, torch.Tensor]] = {}  # which of them lie in a memory
         self._by_making: dict[Any, int] = {}
         self._next = 0
+        self._with_array = list[tuple[int | None, ref[Any]]]()  # memories, and arrays of what is in them
         self._held: list[Any] = []  # so that their ids stay theirs
 
     def of(self, tensor: torch.Tensor) -> int:
@@ -265,9 +269,20 @@ class Origins:
             self.asked.makings[self._next] = func, *told[-2:], place
         return self._by_making[told, place]
 
+    def has_array(self, tensor: torch.Tensor, array: Any) -> None:
+        """What is in a tensor is in that one of numpy's, too, which does not see what is written to the tensor."""
+        self._with_array.append((memory_of(tensor), ref(array)))
+
     def forget(self, written: Sequence[torch.Tensor]) -> None:
-        """These were written to in place: what lies in their memory has other values now."""
+        """These were written to in place: what lies in their memory has other values now. Raises TraceError where an
+        array of numpy's lies there.
+        """
         memories = {*map(memory_of, written)}
+        if any(memory in memories and array() is not None for memory, array in self._with_array):
+            raise TraceError(
+                f"forward writes to a tensor{line_here()} whose array (.numpy()) it has taken, and the array would not "
+                "see it: take a copy (.numpy().copy()), or ask behind the write"
+            )
         for memory in self._in_memory if None in memories else {None, *memories}:
             for one in self._in_memory.get(memory, ()):
                 self.asked.constants.pop(self._by_id.pop(one, 0), None)

@@ -52,7 +52,12 @@ def taken_out(func: Any, args: Sequence[Any], checks: Checks) -> Any:
         known = checks.of_arguments(args[0])
         if known is None and tensor.dtype == torch.bool and is_identity_asked():
             raise hangs(IDENTITY)
-        return _left_open(name, args[0], checks) if known is None else _at_hand(name, known, tensor.dtype)
+        if known is None:
+            return _left_open(name, args[0], checks)
+        made = _at_hand(name, known, tensor.dtype)
+        if name == "numpy":
+            checks.origins.has_array(args[0], made)
+        return made
     if (known := checks.known(args[0])) is None:
         raise needed_now()
     return _at_hand(name, known, tensor.dtype)

@@ -96,6 +96,10 @@ WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     torch.combinations: combinations,
     torch.cosine_similarity: cosine_similarity,
     functional.cosine_similarity: cosine_similarity,
+    Tensor.__lshift__: torch.bitwise_left_shift,  # which torch knows by other names, that say the same
+    Tensor.__rshift__: torch.bitwise_right_shift,
+    Tensor.__ilshift__: Tensor.bitwise_left_shift_,
+    Tensor.__irshift__: Tensor.bitwise_right_shift_,
 }
 
 

@@ -136,3 +136,56 @@ def test_a_tensor_may_stand_where_torch_takes_an_integer(one: DeviceMesh, name: 
         both_backward(plain, parallel, torch.randn(ROWS, WIDTH), torch.tensor(numbers))
         same_gradients(plain, parallel)
     assert len(parallel._autopar.prepared()) == 2
+
+
+class Counts(nn.Module):
+    """Of rows that are not empty, as numpy has them."""
+
+    def __init__(self, form: Callable[[Tensor], int]) -> None:
+        super().__init__()
+        self.layer, self.form = nn.Linear(WIDTH, WIDTH), form
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum() * self.form((x != 0).sum(1))
+
+
+def of_an_array_of_before(counts: Tensor) -> int:
+    array = counts.numpy()
+    counts += 1
+    return int(array.max())
+
+
+def of_a_copy_of_before(counts: Tensor) -> int:
+    array = counts.numpy().copy()
+    counts += 1
+    return int(array.max())
+
+
+def of_an_array_of_after(counts: Tensor) -> int:
+    counts += 1
+    return int(counts.numpy()[1:].max())
+
+
+def shifted(counts: Tensor) -> int:
+    counts <<= 2
+    return int(((counts >> 1) << 3).max())
+
+
+@pytest.mark.parametrize("form", [of_a_copy_of_before, of_an_array_of_after, shifted], ids=lambda form: form.__name__)
+def test_an_array_is_what_was_there(one: DeviceMesh, form: Callable[[Tensor], int]) -> None:
+    plain = Counts(form)
+    parallel = autopar.compile(plain, one)
+    both_backward(plain, parallel, torch.randn(ROWS, WIDTH))
+    same_gradients(plain, parallel)
+
+
+def test_an_array_does_not_see_what_is_written_behind_it(one: DeviceMesh) -> None:
+    with pytest.raises(autopar.TraceError, match=r"test_asked_in_place\.py:\d+"):
+        autopar.compile(Counts(of_an_array_of_before), one)(torch.randn(ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("form", [lambda n: n.sum().item() * 2**61 % 7, lambda n: n.sum().item() ** 40 % 11])
+def test_integers_of_more_than_64_bits_are_told_of(one: DeviceMesh, form: Callable[[Tensor], int]) -> None:
+    parallel = autopar.compile(Counts(form), one)
+    with pytest.raises(autopar.CheckFailed, match=r"computes an integer at .*test_asked_in_place\.py:\d+ .* 64 bits"):
+        parallel(torch.randn(ROWS, WIDTH))
