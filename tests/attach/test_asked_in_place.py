@@ -189,3 +189,27 @@ def test_integers_of_more_than_64_bits_are_told_of(one: DeviceMesh, form: Callab
     parallel = autopar.compile(Counts(form), one)
     with pytest.raises(autopar.CheckFailed, match=r"computes an integer at .*test_asked_in_place\.py:\d+ .* 64 bits"):
         parallel(torch.randn(ROWS, WIDTH))
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, WIDTH, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, bool]:
+        hidden = self.layer(x)
+        rows = hidden.permute(0, 2, 3, 1).contiguous().clone()
+        rows.mul_(3.0)
+        return (hidden * rows.permute(0, 3, 1, 2)).mean(), rows, x.is_contiguous()
+
+
+def test_arguments_that_lie_otherwise_are_computed_with_as_any_others(one: DeviceMesh) -> None:
+    plain = Convolved()
+    parallel = autopar.compile(plain, one)
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, ROWS, ROWS).to(memory_format=torch.channels_last)
+    (ours, rows, lies), (loss, wanted, _) = parallel(x), plain(x)
+    torch.testing.assert_close((ours, rows), (loss, wanted))
+    assert lies and not x.is_contiguous()  # as the boundary says
+    ours.backward(), loss.backward()
+    same_gradients(plain, parallel)
