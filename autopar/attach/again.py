@@ -26,8 +26,8 @@ from autopar.ir.graph import input_type
 from autopar.ir.layout import Layout
 from autopar.trace.calls import Call
 from autopar.trace.counted import standing
-from autopar.trace.drawn import states_outside, undrawn
 from autopar.trace.formulas import Place
+from autopar.trace.outside import states_outside, undrawn
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.attach.prepared import Prepared
 from autopar.trace.asked import put_together
-from autopar.trace.drawn import go_on_from, states_outside, undrawn
+from autopar.trace.outside import go_on_from, states_outside, undrawn
 
 
 def drawn_ahead(prepared: Prepared, given: Sequence[Tensor], device_mesh: DeviceMesh) -> list[Tensor]:

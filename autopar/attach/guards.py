@@ -24,11 +24,10 @@ from torch import nn
 
 from autopar.errors import TraceError
 from autopar.trace.code import CODE
-from autopar.trace.counted import called, kind_of
+from autopar.trace.counted import called, is_number, kind_of
 from autopar.trace.keys import Keys, looked_up
 from autopar.trace.lookups import EVENTS, Cell, Now, Of, keeps_numbers, other_places
 from autopar.trace.modules import REGISTERED
-from autopar.trace.numbers import is_number
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import Reads
 from autopar.trace.settings import is_users_class

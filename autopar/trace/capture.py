@@ -41,7 +41,6 @@ from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spe
 from autopar.trace.counted import ARGUMENT, Counting, is_counted, with_counted
 from autopar.trace.derivatives import TANGENTS, Derivative
 from autopar.trace.drawing import Drawing, random_state
-from autopar.trace.drawn import states_outside, undrawn, unlike
 from autopar.trace.experts import experts_kept
 from autopar.trace.exported import check_exported, constants_of, plain_outputs
 from autopar.trace.fakes import fake_copy
@@ -56,6 +55,7 @@ from autopar.trace.literals import small_buffers
 from autopar.trace.masks import masks_left_out
 from autopar.trace.modules import aliases, as_plain_modules, calling_forward, check_names
 from autopar.trace.outputs import returning, settle
+from autopar.trace.outside import states_outside, undrawn, unlike
 from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts
 from autopar.trace.reads import Reads, refuse, watching

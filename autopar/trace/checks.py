@@ -92,6 +92,11 @@ class Checks:
         """Likewise of what is drawn outside of torch."""
         return None if self.draws is None else self.draws.answer(tensor)
 
+    def truth_of_draws(self, asked: Tensor) -> bool | None:
+        """Likewise, whether it is true."""
+        answer = None if self.draws is None else self.of_draws(self.origins.truths(asked))
+        return None if answer is None else bool(answer)
+
     def known(self, tensor: Tensor) -> Any:
         """Of either."""
         return self.of_draws(tensor) if (found := self.of_arguments(tensor)) is None else found
@@ -137,7 +142,7 @@ class Checks:
             wanted = self._expected[id(asked)][1]
         if wanted is None and name in DECIDES and (answer := self.of_arguments(asked)) is not None:
             return bool(answer)
-        if wanted is None and self.arguments.draws_at_once and (answer := self.of_draws(asked)) is not None:
+        if wanted is None and self.arguments.draws_at_once and (answer := self.truth_of_draws(asked)) is not None:
             return bool(answer)
         if wanted is None and name in DECIDES and (wanted := self._of_branch(asked, frame, is_seen)) is not None:
             return wanted
@@ -146,8 +151,7 @@ class Checks:
             self.add(NO_ROWS.format(line_here()), count.number == 0)
             return is_some
         if wanted is None:
-            answer = self.of_draws(asked) if name in DECIDES else None
-            return None if answer is None else bool(answer)
+            return self.truth_of_draws(asked) if name in DECIDES else None
         _, each, is_all = self._each.get(id(asked), (asked, asked, wanted))
         each = each if is_all == wanted else asked  # that all are true, or that none is, is asked of each by itself
         self.add(OTHERWISE.format(line_here()), each.bool().logical_not() if wanted else each.bool())

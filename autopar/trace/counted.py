@@ -12,6 +12,7 @@ so is what is in tuples, lists and dicts of such (`self.hidden = h, c`).
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from autopar.trace.checks import Checks
 from autopar.trace.formulas import Asked, Computed, Counted, Formula, Place, is_large
 from autopar.trace.left import is_kept
 from autopar.trace.names import Within, nodes_in, other_names, part_of
-from autopar.trace.numbers import Number, is_number
+from autopar.trace.numbers import Number
 from autopar.trace.origins import tensors_in, writes_in_place
 from autopar.trace.records import has_parts, is_frozen, is_mutable, is_state, put_together, tensors_within
 from autopar.trace.sharing import has_storage, storage_of
@@ -307,6 +308,11 @@ def counted_in(
         if place in attributes and may_be_counted(vars(there[place[0]]).get(place[1], MISSING))
         if _is_carried(was, after)
     )
+
+
+def is_number(value: Any) -> bool:
+    """Whether something of Python's may count with it: a truth is a flag."""
+    return isinstance(value, (int, float)) and not isinstance(value, (bool, Number, enum.Enum))
 
 
 def _is_carried(was: Any, after: Any) -> bool:

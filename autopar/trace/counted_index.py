@@ -19,7 +19,8 @@ from autopar.trace.numbers import Number
 
 def with_counted_places(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of `x[index] = y`, with a tensor in the place of the one number or slice in it that is counted; of
-    other indices such numbers are Python's. Lists of numbers of each call are tensors.
+    other indices such numbers are Python's. Lists of numbers of each call are tensors, and such numbers where something
+    is written.
     """
     name = getattr(func, "__name__", "")
     if name not in ("__getitem__", "__setitem__") or not isinstance(args[0], Tensor):
@@ -27,8 +28,15 @@ def with_counted_places(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if name == "__setitem__" and (found := _with_a_tensor(args)) is not None:
         return found
     index = pytree.tree_map(lambda part: part.pinned() if type(part) is Counted else part, args[1])
-    parts = [_of_list(part) for part in index] if isinstance(index, tuple) else _of_list(index)
-    return args[0], tuple(parts) if isinstance(index, tuple) else parts, *args[2:]
+    parts = index if isinstance(index, tuple) else (index,)
+    if name == "__setitem__":
+        places = [place for place, part in enumerate(parts) if type(part) is Number and type(part.like) is int]
+        made = {
+            place: parts[place].tensor.reshape([1] * (len(places) > 1)) for place in places
+        }  # torch looks at several
+        parts = tuple(made.get(place, part) for place, part in enumerate(parts))
+    parts = tuple(map(_of_list, parts))
+    return args[0], parts if isinstance(index, tuple) else parts[0], *args[2:]
 
 
 def _of_list(part: Any) -> Any:

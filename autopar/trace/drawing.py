@@ -20,11 +20,12 @@ from autopar._compat import FakeTensorMode, pytree
 from autopar.errors import TraceError
 from autopar.trace.ahead import INSTEAD
 from autopar.trace.asked import Asked
-from autopar.trace.drawn import Draws, states_outside, undrawn, unlike
+from autopar.trace.drawn import Draws
 from autopar.trace.drawn_arrays import Drawn
 from autopar.trace.drawn_objects import among_objects
 from autopar.trace.lines import NUMPYS, caller, line_here
 from autopar.trace.numbers import Number
+from autopar.trace.outside import states_outside, undrawn, unlike
 from autopar.trace.values import is_torchs
 
 # Modules with functions that draw from their own generator, that generator, and functions that are none of its methods.
@@ -171,7 +172,7 @@ class Drawing:
             if is_torchs(caller(1)):  # torch's own numbers for a trace
                 with undrawn():
                     return plain(*args, **kwargs)
-            if (chosen := among_objects(plain, args)) is not None:
+            if (chosen := among_objects(plain, args, draws.are_at_once)) is not None:
                 return chosen(draws.called, args, kwargs)
             return draws.called(plain, args, kwargs)
 

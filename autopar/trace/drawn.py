@@ -11,8 +11,6 @@ Python's is a step as a whole, if it is given no tensors but masks and numbers (
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +30,7 @@ from autopar.trace.counted import ARGUMENT
 from autopar.trace.drawn_arrays import Drawn
 from autopar.trace.lines import line_here
 from autopar.trace.numbers import Number
+from autopar.trace.outside import states_outside, undrawn
 from autopar.trace.values import CONSTANT
 
 MOST = 256  # numbers in what one step gives
@@ -141,6 +140,11 @@ class Draws:
         """Whether the trace was given all that forward took: else the next one is."""
         return [_kind(one.example) for one in self.taken] == self._had
 
+    @property
+    def are_at_once(self) -> bool:
+        """As `Arguments.draws_at_once`."""
+        return self._checks is not None and self._checks.arguments.draws_at_once
+
     def end(self) -> None:
         """Let go of what was traced."""
         self._there, self._given, self._checks = {}, [], None
@@ -222,6 +226,10 @@ class Draws:
         refuse_what_is_set(called, modules, set_here, self.in_place_of)
         with self._drawing(only), changing_nothing(given, modules):
             value = called(*given[0], **given[1])
+        if isinstance(value, list | tuple | np.ndarray):  # of which there may be as many as one of these says
+            for one in pytree.tree_leaves((args, kwargs)):
+                if isinstance(one, Number) and isinstance(one.like, int):
+                    self.answer(one.tensor)
         where = function if method is None else self.paths_of[id(vars(function))]
         return self._noted(value, Step(where, told[0], told[1], method, only))
 
@@ -270,6 +278,8 @@ class Draws:
             return OfArguments(found[0]) if told else found[1]
         if told and isinstance(value, nn.Module) and id(vars(value)) in self.paths_of:
             return At(self.paths_of[id(vars(value))])
+        if isinstance(value, Number) and (known := self._checks.known(value.tensor)) is not None:
+            return type(value.like)(known)
         if isinstance(value, Tensor | Number):
             raise TraceError(
                 f"what Python or numpy draws{line_here()} hangs on values of tensors, or other numbers that are drawn: "
@@ -360,35 +370,6 @@ def as_tensor(value: Any) -> Tensor:
         return torch.from_numpy(np.array(value))
     except TypeError:
         raise TraceError(f"forward draws what no tensor holds ({np.asarray(value).dtype} of numpy's)") from None
-
-
-def states_outside() -> tuple[Any, Any]:
-    """The states of Python's and numpy's own generators."""
-    return random.getstate(), np.random.get_state()
-
-
-def unlike(states: tuple[Any, Any]) -> tuple[Any, Any]:
-    """States that no function comes to by itself which sets a seed, the same ones of the same."""
-    pythons, (name, keys, *rest) = states
-    seed = hashlib.sha256(repr((pythons, name, rest)).encode() + keys.tobytes()).digest()
-    return random.Random(seed).getstate(), np.random.RandomState([*seed]).get_state()
-
-
-@contextlib.contextmanager
-def undrawn(states: tuple[Any, Any] | None = None) -> Iterator[None]:
-    """Behind it Python's and numpy's own generators are as they were; inside they go on from these states."""
-    before = states_outside()
-    go_on_from(before if states is None else states)
-    try:
-        yield
-    finally:
-        go_on_from(before)
-
-
-def go_on_from(states: tuple[Any, Any]) -> None:
-    """Let Python's and numpy's own generators have these states."""
-    random.setstate(states[0])
-    np.random.set_state(states[1])
 
 
 def _is_same(one: Any, other: Any) -> bool:

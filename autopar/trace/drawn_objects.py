@@ -13,9 +13,9 @@ Called = Callable[[Callable[..., Any], Any, Any], Any]  # of a function that dra
 GENERATOR = vars(random)["_inst"]
 
 
-def among_objects(function: Any, args: Sequence[Any]) -> Callable[[Called, Any, Any], Any] | None:
+def among_objects(function: Any, args: Sequence[Any], at_once: bool) -> Callable[[Called, Any, Any], Any] | None:
     """What does as `random.choice`, `choices`, `sample` or `shuffle` does with what are no numbers; None where it is
-    another function, or is given numbers.
+    another function, or is given numbers. `at_once`: which of several numbers it is is to be known, too.
     """
     name = getattr(function, "__name__", "")
     if getattr(function, "__self__", None) is not GENERATOR or name not in ("choice", "choices", "sample", "shuffle"):
@@ -24,7 +24,7 @@ def among_objects(function: Any, args: Sequence[Any]) -> Callable[[Called, Any, 
         return None
     if name == "shuffle":
         return _shuffled if type(args[0]) is list else None
-    if not len(args[0]) or all(isinstance(one, (int, float, Number)) for one in args[0]):
+    if not len(args[0]) or (not at_once and all(isinstance(one, (int, float, Number)) for one in args[0])):
         return None
 
     def chosen(called: Called, args: Any, kwargs: Any) -> Any:

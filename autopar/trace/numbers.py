@@ -5,7 +5,6 @@ not hang on it: sizes, and which way to go on.
 
 from __future__ import annotations
 
-import enum
 import functools
 import operator
 import sys
@@ -36,9 +35,9 @@ BY_UFUNC |= dict.fromkeys(("true_divide", "divide"), operator.truediv)
 OF_ONE = ("sqrt", "exp", "log", "sin", "cos", "tanh", "square", "floor", "ceil")
 DIVIDES = ("truediv", "floordiv", "mod")
 ARITHMETIC = {*BINARY, "div", "true_divide", "floor_divide", "remainder", "rsub"}
-LIMITS = ("clamp", "clamp_min", "clamp_max")
 WITH_TENSORS = {
-    *ARITHMETIC, *COMPARED, *LIMITS, "masked_fill", "where", "fill", "setitem", "lerp", "fmod", "broadcast_tensors"
+    *ARITHMETIC, *COMPARED, "clamp", "clamp_min", "clamp_max", "masked_fill", "where", "fill", "setitem", "lerp",
+    "fmod", "broadcast_tensors",
 }  # fmt: skip
 # Functions, and which argument scales one that is added; of two of them what is made.
 SCALED = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"}
@@ -46,7 +45,6 @@ COMBINED = {"addcmul": torch.mul, "addcdiv": torch.div}
 FILLED = {"full": 1, "full_like": 1, "new_full": 2}  # function -> which argument of it is the number
 IN_PYTHON = ("torch.nn.functional", "torch.functional")  # functions there compute with what they are given
 NAMED = {"input", "other", "min", "max", "value", "exponent"}  # arguments that numbers may be
-WRITES = ("__format__", "__repr__")
 INSTEAD = (
     "Leave what is asked a tensor (torch.where for if, .clamp(min=1) for max(.., 1)). What .item() gives may be "
     "computed with, kept as an attribute, returned, and checked (assert, `if ..: raise`)."
@@ -147,7 +145,10 @@ class Number:
                 raise needed_now()
             return int(known)
 
-    __int__ = __trunc__ = __floor__ = __ceil__ = _at_once
+    def _whole(self, rounded: Callable[[Tensor], Tensor]) -> Number:
+        return Number(rounded(self.tensor).long(), self._checks) if self.tensor.is_floating_point() else self
+
+    __int__ = _at_once
 
     def __index__(self) -> int:
         try:
@@ -246,6 +247,10 @@ def _operators(name: str) -> None:
 
 for _name in (*BINARY, *COMPARED):
     _operators(_name)
+for _name in ("floor", "ceil", "trunc"):
+    setattr(Number, f"__{_name}__", functools.partialmethod(Number._whole, getattr(torch, _name)))
+for _name, _divided in (("divmod", lambda x, y: (x // y, x % y)), ("rdivmod", lambda x, y: (y // x, y % x))):
+    setattr(Number, f"__{_name}__", _divided)
 
 
 def written(checks: Checks) -> str:
@@ -388,8 +393,3 @@ def needed_now() -> TraceError:
     return HangsOnValues(
         f"forward needs a number out of a tensor at once{line_here()}, and a trace has no values. {INSTEAD}"
     )
-
-
-def is_number(value: Any) -> bool:
-    """Whether something of Python's may count with it: a truth is a flag."""
-    return isinstance(value, (int, float)) and not isinstance(value, (bool, Number, enum.Enum))

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from autopar._compat import FakeTensor, outside_modes
 from autopar.trace.checks import DECIDES, Checks
-from autopar.trace.numbers import WRITES, Array, Number, hangs, needed_now, written
+from autopar.trace.numbers import Array, Number, hangs, needed_now, written
 from autopar.trace.reading import is_for_reading, is_identity_asked
 
+WRITES = ("__format__", "__repr__")
 TAKES_OUT = frozenset(
     ("item", "tolist", "__int__", "__float__", "__index__", "__complex__", "numpy", *WRITES, *DECIDES)
 )

@@ -75,6 +75,40 @@ def arrays_of_so_many(model: Layers, x: Tensor) -> Tensor:
     return x
 
 
+def of_those_that_are_drawn(model: Layers, x: Tensor) -> Tensor:
+    kept = set(random.sample(range(3), random.randint(1, 3)))
+    for place, layer in enumerate(model.layers):
+        if place in kept:
+            x = layer(x)
+    return x
+
+
+def cropped_to_a_size(model: Layers, x: Tensor) -> Tensor:
+    size = random.choice([2, 3])
+    here = random.randint(0, WIDTH - size)
+    return x[:, here : here + size].sum(1, keepdim=True) + x
+
+
+def scaled_by_one_of_several(model: Layers, x: Tensor) -> Tensor:
+    scaled = functional.interpolate(x[None], scale_factor=random.choice([0.5, 1.0, 2.0]))[0]
+    return scaled[:, :2].repeat(1, 2)
+
+
+def by_whole_numbers(model: Layers, x: Tensor) -> Tensor:
+    quotient, rest = divmod(random.uniform(-9, 9), 2.5)
+    part = float(random.randint(0, 1)) or 2.0
+    return x * math.floor(random.random() * 5) + quotient * part - rest * math.ceil(np.random.rand() * 3)
+
+
+def written_at_a_place(model: Layers, x: Tensor) -> Tensor:
+    here, there = random.randrange(3), torch.zeros(len(x), dtype=torch.bool)
+    x = x.clone()
+    x[:, here], x[-here - 1] = 0.0, x[0] * 2
+    there[random.randrange(len(x))] = True
+    x[here, here] = 2.0
+    return x * there[:, None] + 0.1
+
+
 def until_it_fits(model: Layers, x: Tensor) -> Tensor:
     drawn = random.gauss(0, 1)
     while abs(drawn) > 0.8:
@@ -124,10 +158,12 @@ def of_a_generator(model: Layers, x: Tensor) -> Tensor:
 
 
 FORMS = [
+    of_so_many_numbers,
     of_functions, of_modules, in_some_order, shuffled_rows, cropped, cut_and_mixed, so_many_layers,
-    arrays_of_so_many, until_it_fits, between_two, either, nothing_ahead, by_arrays, of_math, of_a_generator,
+    arrays_of_so_many, of_those_that_are_drawn, cropped_to_a_size, scaled_by_one_of_several, by_whole_numbers,
+    written_at_a_place, until_it_fits, between_two, either, nothing_ahead, by_arrays, of_math, of_a_generator,
 ]  # fmt: skip
-OF_ONE = (shuffled_rows, of_math, of_a_generator)  # which leave all open
+OF_ONE = (shuffled_rows, of_math, of_a_generator, written_at_a_place)  # which leave all open
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
@@ -159,14 +195,6 @@ def test_a_program_serves_all_calls_that_draw_alike(one: DeviceMesh) -> None:
             parallel(torch.randn(ROWS, WIDTH))
     assert len(parallel._autopar.prepared()) == 3
     assert any("forward goes on by what it draws outside of torch at " in note for note in parallel.plan.notes)
-
-
-def test_arrays_of_another_length_are_told_of(one: DeviceMesh) -> None:
-    parallel = autopar.compile(Layers(of_so_many_numbers), one)
-    with pytest.raises(autopar.TraceError, match=r"is float64\[\d\] in this call, and was float64\[\d\] when it was"):
-        for number in range(3 * CALLS):
-            np.random.seed(number)
-            parallel(torch.randn(ROWS, WIDTH))
 
 
 def test_many_are_told_of(one: DeviceMesh) -> None:
