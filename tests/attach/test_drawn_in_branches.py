@@ -144,26 +144,30 @@ FORMS = [
 ]  # fmt: skip
 
 
-def numbers_behind() -> tuple[float, float]:
-    return random.random(), float(np.random.rand())
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_the_same_numbers_as_in_the_plain_model_and_behind_it(one: DeviceMesh, form: Callable[..., Tensor]) -> None:
+def trained_alike(one: DeviceMesh, form: Callable[..., Tensor], evaluates: int) -> Any:
+    """The parallel model, behind calls with other seeds that give what the plain one does, and leave the generators so.
+    `evaluates`: which of the calls is in eval mode.
+    """
     torch.manual_seed(0)
     plain = Layers(form).double()
     parallel = autopar.compile(copy.deepcopy(plain), one)
     for number in range(CALLS):
         x, found = torch.randn(ROWS, WIDTH, dtype=torch.float64), []
         for model in (plain, parallel):
-            model.train(number != 5).zero_grad()
+            model.train(number != evaluates).zero_grad()
             random.seed(number), np.random.seed(number)
             loss = model(x)
             loss.backward()
-            found.append((loss.detach(), numbers_behind()))
+            found.append((loss.detach(), (random.random(), float(np.random.rand()))))
         torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-12, atol=0.0)
         assert found[1][1] == found[0][1]
         same_gradients(parallel, plain)
+    return parallel
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_the_same_numbers_as_in_the_plain_model_and_behind_it(one: DeviceMesh, form: Callable[..., Tensor]) -> None:
+    trained_alike(one, form, evaluates=5)
 
 
 def test_the_first_call_of_a_kind_behind_a_call_that_has_set_the_seed(one: DeviceMesh) -> None:

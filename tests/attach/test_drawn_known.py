@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import autopar
-from tests.attach.test_drawn_in_branches import CALLS, ROWS, WIDTH, Layers, numbers_behind
+from tests.attach.test_drawn_in_branches import CALLS, ROWS, WIDTH, Layers, trained_alike
 from tests.processes.compare import same_gradients
 
 
@@ -169,20 +169,7 @@ OF_ONE = (shuffled_rows, of_math, of_a_generator, written_at_a_place)  # which l
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 @pytest.mark.filterwarnings("ignore:the model is traced and planned for the")
 def test_the_same_numbers_as_in_the_plain_model_and_behind_it(one: DeviceMesh, form: Callable[..., Tensor]) -> None:
-    torch.manual_seed(0)
-    plain = Layers(form).double()
-    parallel = autopar.compile(copy.deepcopy(plain), one)
-    for number in range(CALLS):
-        x, found = torch.randn(ROWS, WIDTH, dtype=torch.float64), []
-        for model in (plain, parallel):
-            model.zero_grad()
-            random.seed(number), np.random.seed(number)
-            loss = model(x)
-            loss.backward()
-            found.append((loss.detach(), numbers_behind()))
-        torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-12, atol=0.0)
-        assert found[1][1] == found[0][1]
-        same_gradients(parallel, plain)
+    parallel = trained_alike(one, form, evaluates=-1)
     assert (len(parallel._autopar.prepared()) == 1) == (form in OF_ONE)
 
 
