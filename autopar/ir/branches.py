@@ -7,7 +7,7 @@ from collections.abc import Set
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.work import VIEWS
 
-SHARE, WHERE, AND, COMPARED = "autopar.share", "aten.where.self", "aten.bitwise_and.Tensor", "aten.ge.Scalar"
+SHARE, WHERE, AND = "autopar.share", "aten.where.self", "aten.bitwise_and.Tensor"
 
 
 def idle(graph: Graph, given: Set[str], skipped: Set[str]) -> set[str]:
@@ -23,10 +23,9 @@ def begins_at(graph: Graph, skipped: Set[str]) -> dict[str, frozenset[str]]:
     """As `Graph.begins_at`, of a step that takes none of the `skipped` branches: outputs that count how often each is
     taken.
     """
-    counted = [_counted(graph, one.ref.name) for one in graph.results if one.target in skipped and one.ref]
-    # A truth is counted as one that is compared with a number of its own (`autopar.trace.converted.Converted`).
-    closed = {ref.name for one in counted if one.op == COMPARED and one.args[1] < 1 for ref in one.operands}
-    closed = {name for name in closed if _is_truth(graph.by_name[name])} | {one.name for one in counted}
+    closed = {
+        _counted(graph, result.ref.name).name for result in graph.results if result.target in skipped and result.ref
+    }
     for node in graph.nodes:
         if _is_truth(node) and node.op in (*VIEWS, SHARE, AND) and any(ref.name in closed for ref in node.operands):
             closed.add(node.name)
