@@ -81,9 +81,9 @@ class Given:
 @dataclass(frozen=True)
 class Before:
     """A call, and what it found: attributes of modules, hooks in forward, buffers that it changes, how many calls drew
-    before it, on one rank the states of torch's generators, and those of Python's and numpy's, if it draws from
-    these (`outside`). `given`: its
-    arguments, once they are cut. `buffers`: as they were, those of `changed` alone, once it has written to them.
+    before it, on one rank the states of torch's generators, and those of Python's and numpy's, if it draws from these
+    (`outside`). `given`: its arguments, once they are cut. `buffers`: as they were, those of `changed` alone, once it
+    has written to them.
     """
 
     parallel: Any

@@ -213,7 +213,7 @@ class Asked:
         """The numbers of all that a value is made of, itself the last; None where that is not arguments alone, or what
         lies at these paths.
         """
-        found, left = set[int](), [number]
+        found, left, there = set[int](), [number], {*self.arguments.values, *paths}
         while left:
             one = left.pop()
             if one in found:
@@ -222,7 +222,7 @@ class Asked:
             if one in self.makings:
                 _, args, kwargs, _ = self.makings[one]
                 left += [*numbers_in(args), *numbers_in(kwargs)]
-            elif one not in self.constants and self.roots.get(one) not in {*self.arguments.values, *paths}:
+            elif one not in self.constants and self.roots.get(one) not in there:
                 return None
         return sorted(found)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar._compat import pytree
 from autopar.trace.formulas import Counted, computed, is_large
-from autopar.trace.numbers import Number
+from autopar.trace.numbers import MADE, Number
 
 
 def with_counted_places(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -45,7 +45,7 @@ def _of_list(part: Any) -> Any:
         return part
     if not all(type(one.like if isinstance(one, Number) else one) is int for one in part):
         return part
-    return torch.stack([one.tensor if isinstance(one, Number) else torch.tensor(one) for one in part])
+    return MADE["tensor"](part)
 
 
 def _with_a_tensor(args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -22,7 +22,7 @@ from autopar.trace.ahead import INSTEAD
 from autopar.trace.asked import Asked
 from autopar.trace.drawn import Draws
 from autopar.trace.drawn_arrays import Drawn
-from autopar.trace.drawn_objects import among_objects
+from autopar.trace.drawn_objects import GENERATOR, among_objects
 from autopar.trace.lines import NUMPYS, caller, line_here
 from autopar.trace.numbers import Number
 from autopar.trace.outside import states_outside, undrawn, unlike
@@ -30,7 +30,7 @@ from autopar.trace.values import is_torchs
 
 # Modules with functions that draw from their own generator, that generator, and functions that are none of its methods.
 GENERATORS = (
-    (random, vars(random)["_inst"], ()),
+    (random, GENERATOR, ()),
     (np.random, vars(np.random.mtrand)["_rand"], ("seed", "ranf", "sample")),
 )
 MOST_TRACES = 5

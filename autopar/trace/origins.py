@@ -32,10 +32,8 @@ _PURE = """
     logical_xor lshift rshift sign square isclose nan_to_num nansum nanmean cummax cummin kthvalue new_tensor meshgrid
     one_hot scatter_reduce interpolate contains equal allclose type swapdims index_put erf reciprocal rsqrt
 """
-_PARTS = "getitem select narrow view squeeze unsqueeze unbind chunk split t transpose permute detach diagonal"
 PURE = frozenset(_PURE.split())  # they give the same again from the same
-
-
+_PARTS = "getitem select narrow view squeeze unsqueeze unbind chunk split t transpose permute detach diagonal"
 PARTS = frozenset(_PARTS.split())  # they lie in the memory of what they are made of
 EMPTY = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, torch.Tensor.new_empty: torch.Tensor.new_zeros}
 WRITES = frozenset(("setitem", "fill", "fill_diagonal", "zero", "copy", "index_copy", "masked_scatter"))

@@ -60,8 +60,7 @@ def with_sizes(
 
 
 def _integers_of(func: Any) -> slice | None:
-    name = getattr(func, "__name__", "")
-    return INTEGERS.get(name if name in INTEGERS else name.rstrip("_"))
+    return INTEGERS.get(getattr(func, "__name__", "").rstrip("_"))
 
 
 def _with_integers(
