@@ -27,7 +27,7 @@ from autopar.ir.branches import idle
 from autopar.ir.graph import output_types
 from autopar.ir.layout import Layout
 from autopar.trace.derivatives import Derivative, derived
-from autopar.trace.outputs import given_and_kept
+from autopar.trace.outputs import given_and_kept, taken_of
 
 PATH = "a backward with create_graph=True computes the call again, by a program that has its gradients"
 
@@ -62,6 +62,7 @@ def differentiated(before: Before, ctx: Any, given: Mapping[str, tuple[Tensor, L
     held = dict(zip((node.target for node in ctx.runner.parameters), ctx.parameters, strict=True))
     with torch.enable_grad(), drawing_from(before.states):
         outputs, _ = full.runner(step, [held[node.target] for node in full.runner.parameters])
+    step.skipped |= _not_taken(full, outputs)
     made = _by_name(before, full, derivative, outputs, held)
     left = idle(before.prepared.graph, given.keys(), ctx.step.skipped)
     return tuple(None if name in left else made.get(name) for name in (*held, *ctx.step.through))
@@ -105,6 +106,14 @@ def _refuse_other_draws(first: Prepared, full: Prepared) -> None:
             "forward draws random numbers in a kernel that has no second derivatives (dropout of attention), where "
             "others would be drawn"
         )
+
+
+def _not_taken(full: Prepared, outputs: list[Tensor | None]) -> set[str]:
+    """The branches that this call does not take, as `Step.skipped` has them: what they alone use has no gradient."""
+    taken = taken_of(full.out_spec)
+    results = [result.target for result, _ in full.runner.results if result.kind == "output"]
+    counts = {target: value for target, value in zip(results, outputs, strict=True) if target in taken}
+    return {target for target, value in counts.items() if value is not None and not value}
 
 
 def _by_name(

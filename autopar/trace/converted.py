@@ -158,8 +158,7 @@ class Converted:
                 branch.of_rows = self._counted(rows.mask) if branch.of_rows is None else branch.of_rows
                 made.mask = branch.of_rows.reshape(rows.mask.shape)
             else:
-                branch.of_all = self._counted(branch.truth) if branch.of_all is None else branch.of_all
-                made.mask = rows.mask & branch.of_all
+                made.mask = rows.mask & self._of_all(branch)
             rows = made
         return rows
 
@@ -172,6 +171,10 @@ class Converted:
         # A number that nobody else compares with: as a node it is like no other.
         self.taken.append(truth >= 0.5 + (len(self.taken) + 1) * 2.0**-20)
         return self.taken[-1]
+
+    def _of_all(self, branch: Branch) -> Tensor:
+        branch.of_all = self._counted(branch.truth) if branch.of_all is None else branch.of_all
+        return branch.of_all
 
     def counts(self) -> list[Tensor]:
         """`Returned.taken`."""
@@ -327,7 +330,7 @@ class Converted:
 
     def _where_taken(self, one: Tensor, branch: Branch, fill: int) -> Tensor:
         with self.own():
-            made = torch.where(branch.truth, one, fill)
+            made = torch.where(self._of_all(branch), one, fill)
         if not is_whole(one):  # numbers that are computed of good ones need not be good
             branch.gated |= {memory_of(made)} - {None}
         return made

@@ -73,8 +73,9 @@ def read_all(tensor: Tensor, given: Sequence[Picked]) -> Picked:
     rows = given[0]
     is_each = [place_of(one) for one in given] == [*range(rows.mask.ndim)]
     is_there = is_each and tensor.shape[: len(given)] == rows.mask.shape
-    dense = apart(tensor, rows.mask) if is_there else tensor[tuple(one.dense for one in given)]
-    return type(rows)(dense, rows.mask, rows.key, rows.origins)
+    dense = tensor if is_there else tensor[tuple(one.dense for one in given)]
+    is_apart = is_there or rows.origins.checks.branches.here()  # gradients of gradients would go on into a branch
+    return type(rows)(apart(dense, rows) if is_apart else dense, rows.mask, rows.key, rows.origins)
 
 
 def read_at(name: str, tensor: Tensor, *args: Any) -> Picked:
@@ -88,7 +89,7 @@ def read_at(name: str, tensor: Tensor, *args: Any) -> Picked:
     if name == "index_select":
         return read_all(tensor, [rows])
     if is_each(rows) and rows.mask.ndim == 1 and len(tensor) == len(rows.mask) and rows.row == tensor.shape[1:]:
-        return rows.like(apart(tensor, rows.mask))  # each at its own place
+        return rows.like(apart(tensor, rows))  # each at its own place
     made = torch.gather(tensor, 0, rows.dense.reshape(-1, *rows.row).long())
     return rows.like(made.reshape(rows.dense.shape))
 
@@ -132,8 +133,9 @@ def values_at(value: Any, rows: Picked, row: Sequence[int]) -> Tensor:
     return torch.where(beside(rows.mask, value.new_empty(*rows.mask.shape, *row)), value, torch.zeros_like(value))
 
 
-def apart(tensor: Tensor, mask: Tensor) -> Tensor:
-    """The tensor with something harmless where the mask is not true."""
+def apart(tensor: Tensor, rows: Picked) -> Tensor:
+    """The tensor with something harmless where these rows are not, nor the branch that they are picked in is taken."""
+    mask = rows.origins.checks.branches.guarded(rows).mask
     neutral = 0.5 if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.where(beside(mask, tensor), tensor, torch.full((), neutral, dtype=tensor.dtype, device=tensor.device))
 

@@ -269,7 +269,8 @@ def _pick(tensor: Tensor, mask: Tensor, origins: Origins) -> Picked:
     if tensor.shape[: mask.ndim] != mask.shape:
         raise TraceError(f"a mask of shape {list(mask.shape)} picks from {list(tensor.shape)}{line_here()}")
     number, mask = origins.rows(mask), mask.bool()
-    return Picked(apart(tensor, mask), mask, number, origins)
+    rows = Picked(tensor, mask, number, origins)
+    return rows.like(apart(tensor, rows))
 
 
 # --- what is done to them --------------------------------------------------------------------------------------------

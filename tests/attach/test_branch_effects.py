@@ -15,7 +15,7 @@ from torch.nn import functional
 import autopar
 from autopar import TraceError
 from tests.processes.compare import whole
-from tests.support.branching import COUNT, WIDTH, Experts, Form, Layer, any_of_mask, both_backward, tokens
+from tests.support.branching import COUNT, FORMS, WIDTH, Experts, Form, Layer, any_of_mask, both_backward, tokens
 
 LOG: list[Any] = []
 
@@ -250,19 +250,27 @@ def test_masks_are_told_apart(one: DeviceMesh, form: Form) -> None:
     both_backward(plain, parallel, ((0, 1), (1, 2), (0,)))
 
 
-def test_gradients_that_have_gradients_are_none_too(one: DeviceMesh) -> None:
-    """Those of their own gradients are zeros."""
-    plain = Experts(any_of_mask).double()
+SECOND = {form.__name__: form for form in (the_same_mask, gone_into_by_what_is_known)}
+
+
+@pytest.mark.parametrize("name", [*FORMS, *SECOND])
+def test_gradients_that_have_gradients_are_none_too(one: DeviceMesh, name: str) -> None:
+    plain = Experts({**FORMS, **SECOND}[name]).double()
     parallel = autopar.compile(copy.deepcopy(plain), one)
     for seed, used in enumerate(((0, 1), (2,))):
         first: list[list[Tensor | None]] = []
         for each in (plain, parallel):
             each.zero_grad()
-            parameters = [*each.parameters()]
-            found = torch.autograd.grad(each(*tokens(used, seed)), parameters, create_graph=True, allow_unused=True)
+            x, *others = tokens(used, seed)
+            by = [x.requires_grad_(), *each.parameters()]
+            found = torch.autograd.grad(each(x, *others), by, create_graph=True, allow_unused=True)
             torch.stack([one.square().sum() for one in found if one is not None]).sum().backward()
-            first.append([*found])
-        assert [one is None for one in first[0]] == [one is None for one in first[1]]
+            first.append([*found, x.grad])
+        for one_of, other in zip(first[0], first[1], strict=True):
+            assert (one_of is None) == (other is None)
+            if one_of is not None and other is not None:
+                torch.testing.assert_close(whole(other), one_of, rtol=1e-9, atol=1e-11)
         for one_of, other in zip(plain.parameters(), parallel.parameters(), strict=True):
-            wanted = torch.zeros_like(one_of) if one_of.grad is None else one_of.grad
-            torch.testing.assert_close(whole(other.grad), wanted, rtol=1e-9, atol=1e-11)
+            assert (one_of.grad is None) == (other.grad is None)
+            if one_of.grad is not None:
+                torch.testing.assert_close(whole(other.grad), one_of.grad, rtol=1e-9, atol=1e-11)

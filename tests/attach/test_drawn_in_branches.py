@@ -201,3 +201,44 @@ def test_what_torch_draws_and_nobody_reads_is_drawn_without_gradients_too(one: D
             model.eval()(torch.randn(ROWS, WIDTH))
         behind.append(torch.rand(3))
     assert torch.equal(behind[0], behind[1])
+
+
+def by_a_draw(model: Layers, x: Tensor) -> Tensor:
+    return model.layers[1](x).tanh() + x if random.random() < 0.5 else x.sin()
+
+
+def by_what_is_hidden(model: Layers, x: Tensor) -> Tensor:
+    hidden = model.layers[1](x)
+    if hidden[0, 0] > 0:
+        hidden = hidden + model.layers[2](hidden).tanh()
+    return hidden.sin()
+
+
+def in_both(model: Layers, x: Tensor) -> Tensor:
+    hidden = model.layers[1](x).sin()
+    if random.random() < 0.6:
+        hidden = hidden * 2
+        if hidden[0, 0] > 0:
+            hidden = hidden * model.layers[2](hidden)
+    return hidden.sin()
+
+
+@pytest.mark.parametrize("form", [by_a_draw, by_what_is_hidden, in_both], ids=lambda form: form.__name__)
+def test_a_layer_of_a_branch_that_is_not_taken_has_no_second_gradient_either(
+    one: DeviceMesh, form: Callable[..., Tensor]
+) -> None:
+    torch.manual_seed(0)
+    plain = Layers(form).double()
+    parallel, idle = autopar.compile(copy.deepcopy(plain), one), set[bool]()
+    for number in range(CALLS):
+        torch.manual_seed(number)
+        x = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+        for model in (plain, parallel):
+            model.zero_grad()
+            random.seed(number)
+            loss = model(x)
+            (by_x,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + by_x.square().sum()).backward()
+        same_gradients(plain, parallel)
+        idle |= {parameter.grad is None for parameter in plain.parameters()}
+    assert idle == {False, True}
