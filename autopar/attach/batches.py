@@ -66,14 +66,15 @@ def is_split_by_rows(part: Any) -> bool:
 
 
 def batch_dims_of(
-    graph: Graph, given: Sequence[Any], places: Mapping[str, int], device_mesh: DeviceMesh
+    graph: Graph, given: Sequence[Any], places: Mapping[str, int], device_mesh: DeviceMesh, changed: Mapping[int, int]
 ) -> dict[str, int]:
     """Index of an output of which each rank gets its own rows -> the dim along which they lie. `given`: the tensors of
-    a call; `places`: of each input among them.
+    a call; `places`: of each input among them; `changed`: outputs that are written back to some of them.
     """
     inputs = {node.name for node in graph.nodes if node.op == "input" and is_split_by_rows(given[places[node.target]])}
     lies = batch_dims(graph, inputs, device_mesh.size())
-    return {target: dim for target, dim in lies.items() if isinstance(dim, int)}
+    as_given = {str(leaf): 0 for leaf, place in changed.items() if is_split_by_rows(given[place])}
+    return {target: dim for target, dim in lies.items() if isinstance(dim, int)} | as_given
 
 
 def tell_other_rows(leaves: Sequence[tuple[str, Any]], ranks: int) -> None:

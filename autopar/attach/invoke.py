@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
 from autopar.attach.again import Before, Given, with_every_tangent
+from autopar.attach.changed import with_copies, write_back
 from autopar.attach.derivatives import differentiated
 from autopar.attach.hooks import refuse
 from autopar.attach.inputs import type_of
@@ -31,14 +33,18 @@ from autopar.trace.outputs import Returned, arrays_of, memory_of, numbers_of, ta
 from autopar.trace.writes import put
 
 
-def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
-    """What the model returns for this call."""
+def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key, own: Callable[[], Call]) -> Any:
+    """What the model returns for this call. `own`: that, of the arguments as the caller has them."""
     state = parallel._autopar
     hooked, count = prepared.hooked
     if sum(map(len, hooked)) != count:
         refuse(parallel)
     parameters, computed = parameters_of(prepared, state.device_mesh), prepared.counting.computed(prepared.modules)
     before = _before(parallel, prepared, key)
+    given = call
+    if prepared.changed:
+        given = own()
+        call = with_copies(call, given, prepared.changed)
     step = step_of(state, prepared, call)
     if not prepared.has_trained and key.gradients and prepared.runner.program.backward is not None:
         state.trains_with(prepared)
@@ -67,7 +73,7 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
                 tensors[leaf] = value.clone()  # it may be what an output, or backward, has
             else:
                 held.copy_(piece_as(value, held) if isinstance(held, DTensor) else value)
-    return _assemble_outputs(state, prepared, outputs, call, step, computed)
+    return _assemble_outputs(state, prepared, outputs, given, step, computed)
 
 
 def _before(parallel: Any, prepared: Prepared, key: Key) -> Before | None:
@@ -137,7 +143,7 @@ def _assemble_outputs(
         if (given := _given(prepared, call, place)) is not None and type_of(given) == type:
             leaves[place] = given
             continue
-        if shape and state.outputs == "sharded" and place not in arrays:
+        if shape and state.outputs == "sharded" and place not in arrays and place not in prepared.changed:
             made = as_dtensor(value, shape, layout, state.device_mesh)
         elif dim is not None and is_by_rows(layout, dim):
             made = value
@@ -156,6 +162,7 @@ def _assemble_outputs(
     for told, wrong in made.checks.items():
         if wrong:
             raise CheckFailed(told)
+    write_back(call, prepared.changed, leaves)
     if torch.is_grad_enabled():
         step.skipped |= {told for told, count in zip(taken_of(prepared.out_spec), made.taken, strict=True) if not count}
     _keep(prepared, made, computed)

@@ -76,8 +76,9 @@ class ParallelModule(nn.Module):
                 "program cannot take: call it outside (loss.backward() and torch.autograd.grad work), or transform the "
                 "plain model with full_state_dict() loaded into it"
             )
+        own = args, kwargs
         if state.inputs == "local":
-            args, kwargs = self.from_local((args, kwargs))
+            args, kwargs = self.from_local(own)
         call = call_of(self, args, kwargs)
         key = Key(call.key, torch.is_grad_enabled(), ambient_state())
         with without_torch_function(), asking(state, call, key):
@@ -91,7 +92,7 @@ class ParallelModule(nn.Module):
             else:
                 state.same_batches.compare(call.key, call.tensors, is_new=False)
             with without_torch_function():
-                return invoke(self, prepared, call, key)
+                return invoke(self, prepared, call, key, lambda: call_of(self, *own))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward" and "_autopar" in vars(self):

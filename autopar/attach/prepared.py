@@ -54,8 +54,9 @@ class Prepared:
     numbers that are there; `left`: what it writes elsewhere. `counting`: numbers of modules that it takes;
     `drawn`: what it takes from Python's and numpy's generators. `told`: in
     words. `given`: leaves of what forward gives that lie where a tensor of the call (its place) or a buffer does.
-    `asked`: what forward asks its arguments, and of which of the tensors of a call, by path. `has_trained`: whether a
-    call with gradients ran it.
+    `asked`: what forward asks its arguments, and of which of the tensors of a call, by path. `changed`: leaves that are
+    what it has made of an argument in place, and of which tensor of a call. `has_trained`: whether a call with
+    gradients ran it.
     """
 
     plan: Plan
@@ -86,6 +87,7 @@ class Prepared:
     given: Mapping[int, tuple[int | Slot, Look | None]]
     asked: Asked
     asks: Mapping[str, int]
+    changed: Mapping[int, int]
     has_trained: bool = False
 
     def __post_init__(self) -> None:
@@ -189,11 +191,11 @@ class Prepared:
 
 
 def given_before(
-    memory: Memory, places: Mapping[str, int], buffers: Mapping[str, Slot]
+    memory: Memory, places: Mapping[str, int], buffers: Mapping[str, Slot], changed: Mapping[int, int]
 ) -> dict[int, tuple[int | Slot, Look | None]]:
     """`Prepared.given`. `places`: of arguments, by path, among the tensors of a call."""
     where: dict[str, Mapping[str, int | Slot]] = {"input": places, "buffer": buffers}
-    there = (one for one in memory.given if one.name in where[one.kind])
+    there = (one for one in memory.given if one.name in where[one.kind] and one.leaf not in changed)
     return {one.leaf: (where[one.kind][one.name], one.look) for one in there}
 
 

@@ -53,7 +53,7 @@ from autopar.trace.interrupts import interruptible
 from autopar.trace.left import is_kept
 from autopar.trace.looks import refuse_overlaps
 from autopar.trace.modules import aliases
-from autopar.trace.outputs import memory_of
+from autopar.trace.outputs import changed_of, memory_of
 from autopar.trace.reads import Reads
 from autopar.trace.sharing import NOWHERE
 from autopar.trace.values import MISSING, made_anew
@@ -332,6 +332,7 @@ def _prepared(
     paths += captured.reads.counting.paths(modules) + captured.reads.draws.paths()
     places = {path: place for place, path in enumerate(paths)}
     memory = NOWHERE if state.outputs == "sharded" else memory_of(captured.out_spec)
+    changed = {leaf: places[path] for leaf, path in changed_of(captured.out_spec).items()}
     held = [slots[node.target] for node in runner.parameters]
     beside = [slots[name] for name in runner.beside]
     whole = [slots[node.target] for node in graph.nodes if node.op == "parameter" or node.target in written]
@@ -370,10 +371,11 @@ def _prepared(
         captured.reads.counting,
         captured.reads.draws,
         told_of(call, key),
-        batch_dims_of(graph, tensors, places, state.device_mesh) if state.inputs == "local" else {},
-        given_before(memory, {} if state.inputs == "local" else places, buffers),
+        batch_dims_of(graph, tensors, places, state.device_mesh, changed) if state.inputs == "local" else {},
+        given_before(memory, {} if state.inputs == "local" else places, buffers, changed),
         captured.reads.asked.settled(state.asked),
         {path: at for path in captured.reads.asked.paths if (at := places[path]) < len(call.tensors)},
+        changed,
     )
 
 

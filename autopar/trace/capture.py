@@ -38,6 +38,7 @@ from autopar.trace.attention import keep_attention
 from autopar.trace.cached import computing_for_good
 from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
+from autopar.trace.changed import ArgumentsChanged
 from autopar.trace.counted import ARGUMENT, Counting, is_counted, with_counted
 from autopar.trace.derivatives import TANGENTS, Derivative
 from autopar.trace.drawing import Drawing, random_state
@@ -119,6 +120,7 @@ class _Setting:
     derivatives: Sequence[Derivative]
     arguments: Arguments
     drawing: Drawing
+    changed: frozenset[str] = frozenset()  # arguments that forward changes, by path
 
     @property
     def device(self) -> str:
@@ -227,6 +229,8 @@ def _captured(
         stack.enter_context(torch.backends.mkldnn.flags(False, None, None, None))  # type: ignore[arg-type]
         try:
             copy, exported, functions = _as_noted(setting, copy, inputs)
+        except ArgumentsChanged as error:
+            return again(replace(setting, mode=_fake_mode(), changed=error.paths))
         except Exception:
             is_known = random_state() == copy.drawn or setting.drawing.draws.are_there
             if is_known or not setting.drawing.look(copy.model, inputs.call(), setting.mode):
@@ -285,7 +289,7 @@ def _ready_to_trace(setting: _Setting, may_cache: bool, left: Sequence[torch.Ten
     reads.count(setting.counted)
     reads.asked, reads.draws = Asked(setting.arguments, notes=notes), setting.drawing.draws
     reads.draws.written = reads.written
-    returning(copy, reads, notes, setting.derivatives)
+    returning(copy, reads, notes, setting.derivatives, setting.changed)
     watch_forward(copy, small_buffers(setting.model), notes, reads)
     return _Watched(copy, reads, notes, caches, may_cache, drawn, originals)
 

@@ -66,6 +66,7 @@ class Checks:
     """
 
     origins: Origins
+    literals: Any  # values that a trace knows (`autopar.trace.literals.Literals`)
 
     def __init__(
         self, notes: list[str], arguments: Arguments, mode: Any, calls: Sequence[Callable[..., Any]], number: Any
@@ -100,6 +101,10 @@ class Checks:
     def known(self, tensor: Tensor) -> Any:
         """Of either."""
         return self.of_draws(tensor) if (found := self.of_arguments(tensor)) is None else found
+
+    def is_known(self, truth: Tensor) -> bool:
+        """Whether a trace can say whether that is true."""
+        return self.known(truth) is not None or self.literals.answer(Tensor.__bool__, (truth,), {}) is not None
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, *, of_rows: bool = False) -> None:
         """`func` gave `result`; call it behind every function of torch. `of_rows`: which a mask picks."""

@@ -109,10 +109,10 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
                     "forward returns rows that a boolean mask picks, and how many there are depends on values; return "
                     "all rows, and the mask beside them"
                 )
-            memory = seen(returned, returned.outputs, arguments, now, now_there)
-            return replace(
-                returned, checks=watch.checks.wrong, taken=watch.checks.branches.tensors.counts(), memory=memory
-            )
+            given = {**dict(arguments), **returned.changed}
+            memory = seen(returned, returned.outputs, given.items(), now, now_there)
+            taken = watch.checks.branches.tensors.counts()
+            return replace(returned, checks=watch.checks.wrong, taken=taken, memory=memory)
         except TypeError as error:
             raise watch.checks.needed or error from None
         finally:
@@ -134,8 +134,8 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         counting, self.outside = reads.counting, reads.outside
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
-        self.literals = Literals(counting.beside)
         self.checks = Checks(notes, reads.asked.arguments, self, (_Watch.__torch_function__, apply), Number)
+        self.literals = self.checks.literals = Literals(counting.beside)
         self.origins = self.checks.origins = Origins(self.checks, reads.asked)
         self.beside, self.counting = counting.beside, counting
         self.packing = Packing(self.origins)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.calls import flatten_inputs, with_argument
+from autopar.trace.changed import with_copies
 from autopar.trace.closures import with_parts
 from autopar.trace.code import CODE
 from autopar.trace.counted import called
@@ -38,15 +39,16 @@ from autopar.trace.values import MISSING, copied
 @dataclass(frozen=True)
 class Returned:
     """What the traced forward gives: the model's own outputs, and tensors that it keeps as attributes of modules, or
-    lists, tuples and dicts of some. `left`: what it writes elsewhere, as `autopar.trace.left.Left.writes`. `numbers`:
-    which leaves of these are numbers to whoever calls; `arrays`: which are arrays of numpy. `memory`: where they lie.
-    `checks`: as `autopar.trace.checks.Checks.wrong`; `taken`: of each of `autopar.trace.branches.Branches.taken` how
-    many are true.
+    lists, tuples and dicts of some. `left`: what it writes elsewhere, as `autopar.trace.left.Left.writes`; `changed`:
+    what it makes of arguments in place, by path. `numbers`: which leaves of these are numbers to whoever calls;
+    `arrays`: which are arrays of numpy. `memory`: where they lie. `checks`: as `autopar.trace.checks.Checks.wrong`;
+    `taken`: of each of `autopar.trace.branches.Branches.taken` how many are true.
     """
 
     outputs: Any
     kept: dict[tuple[str, str], Any]
     left: list[Any]
+    changed: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     numbers: frozenset[int] = frozenset()
     arrays: frozenset[int] = frozenset()
     memory: Memory = NOWHERE
@@ -56,14 +58,17 @@ class Returned:
     @property
     def beside(self) -> list[Any]:
         """The leaves that are no outputs of the model."""
-        return pytree.tree_leaves([[*self.kept.values()], self.left, [*self.checks.values()], self.taken])
+        return pytree.tree_leaves(
+            [[*self.kept.values()], self.left, [*self.changed.values()], [*self.checks.values()], self.taken]
+        )
 
 
 def _together(parts: Any, names: Any) -> Returned:
-    outputs, kept, left, holds, taken = parts
-    of_kept, of_checks, numbers, arrays, memory, _ = names
-    checks = dict(zip(of_checks, holds, strict=True))
-    return Returned(outputs, dict(zip(of_kept, kept, strict=True)), [*left], numbers, arrays, memory, checks, [*taken])
+    outputs, kept, left, changed, holds, taken = parts
+    of_kept, of_checks, numbers, arrays, memory, _, of_changed = names
+    by_name = (dict(zip(*one, strict=True)) for one in ((of_kept, kept), (of_changed, changed), (of_checks, holds)))
+    kept, changed, checks = by_name
+    return Returned(outputs, kept, [*left], changed, numbers, arrays, memory, checks, [*taken])
 
 
 def numbers_of(spec: pytree.TreeSpec) -> frozenset[int]:
@@ -87,6 +92,11 @@ def taken_of(spec: pytree.TreeSpec) -> tuple[str, ...]:
     return tuple(str(place) for place in range(spec.num_leaves - count, spec.num_leaves))
 
 
+def changed_of(spec: pytree.TreeSpec) -> dict[int, str]:
+    """The leaves of `Returned.changed`, and their paths, likewise."""
+    return dict(enumerate(spec.context[6], given_and_kept(spec) - len(spec.context[6])))
+
+
 def memory_of(spec: pytree.TreeSpec) -> Memory:
     """`Returned.memory`, likewise."""
     return spec.context[4]
@@ -95,8 +105,8 @@ def memory_of(spec: pytree.TreeSpec) -> Memory:
 pytree.register_pytree_node(
     Returned,
     lambda one: (
-        [one.outputs, [*one.kept.values()], one.left, [*one.checks.values()], one.taken],
-        ([*one.kept], [*one.checks], one.numbers, one.arrays, one.memory, len(one.taken)),
+        [one.outputs, [*one.kept.values()], one.left, [*one.changed.values()], [*one.checks.values()], one.taken],
+        ([*one.kept], [*one.checks], one.numbers, one.arrays, one.memory, len(one.taken), [*one.changed]),
     ),
     _together,
     serialized_type_name="autopar.Returned",
@@ -122,9 +132,15 @@ def settle(model: nn.Module, notes: list[str]) -> bool:
     return bool(caching) and not checkpoints
 
 
-def returning(model: nn.Module, reads: Reads, notes: list[str], derivatives: Sequence[Derivative] = ()) -> None:
+def returning(
+    model: nn.Module,
+    reads: Reads,
+    notes: list[str],
+    derivatives: Sequence[Derivative] = (),
+    changed: Set[str] = frozenset(),
+) -> None:
     """Let the copy's forward return, beside its outputs without caches, the tensors that it sets as attributes; of
-    derivatives these alone.
+    derivatives these alone. `changed`: arguments that it changes, by path.
     """
     forward = model.forward
     modules = dict(model.named_modules())
@@ -133,6 +149,7 @@ def returning(model: nn.Module, reads: Reads, notes: list[str], derivatives: Seq
     def returned(*args: Any, **kwargs: Any) -> Returned:
         arguments = dict(flatten_inputs(args, kwargs)[0])
         kwargs.pop(TANGENTS, None)
+        args, kwargs, theirs = with_copies(args, kwargs, changed)
         before, given = hung_on(modules), given_in(args, kwargs)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         had = {path: dict(vars(module)) for path, module in modules.items()}
@@ -140,7 +157,8 @@ def returning(model: nn.Module, reads: Reads, notes: list[str], derivatives: Seq
         try:
             outputs = _without_caches(forward(*args, **kwargs), notes)
             make_known(outputs)
-        except Exception:
+        except Exception as error:
+            theirs.fails(error)
             with contextlib.suppress(TraceError):
                 reads.left.take(modules)  # a script may go on with what it keeps
             raise
@@ -153,29 +171,11 @@ def returning(model: nn.Module, reads: Reads, notes: list[str], derivatives: Seq
         kept_as = ((f"keeps in {called(place)}", after) for place, (_, after, _) in reads.written.items())
         refuse_kept([("returns", outputs), *kept_as])
         refuse_what_is_written(given, outputs)
-        kept: dict[tuple[str, str], Any] = {}
-        for place, held in reads.counting.refill(modules).items():
-            make_states_known(held)
-            reads.written[place] = held, held, ""
-        for (path, name), (before, after, _) in reads.written.items():
-            if isinstance(after, Counted):  # known without the program
-                continue
-            if is_kept(after):
-                # a list may be one that is written to, which is undone behind this
-                kept[path, name] = copied(with_plain_keys(after))
-                attributes = vars(modules[path])  # the trace shall not see that it was set
-                attributes.pop(name, None)
-                if before is not MISSING:
-                    attributes[name] = before
-            elif any(map(is_made, pytree.tree_leaves(after))) or _keeps(after):
-                raise TraceError(
-                    f"forward keeps tensors in {called((path, name))}, a "
-                    f"{type(after).__name__}; return them, or keep each as an attribute of its own"
-                )
+        kept = _kept(reads, modules)
         outputs = pytree.tree_map(
             lambda leaf: leaf, with_plain_keys(outputs)
         )  # they may be what is written to, which is undone now
-        made = _with_tensors(Returned(outputs, kept, reads.left.take(modules)))
+        made = _with_tensors(Returned(outputs, kept, reads.left.take(modules), theirs.changed()))
         if not derivatives:
             return made
         return Returned(gradients_of(model, derivatives, made, arguments), {}, [])
@@ -183,6 +183,30 @@ def returning(model: nn.Module, reads: Reads, notes: list[str], derivatives: Seq
     if derivatives:
         returned.__signature__ = with_argument(forward, TANGENTS)  # type: ignore[attr-defined]
     model.forward = returned
+
+
+def _kept(reads: Reads, modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
+    """`Returned.kept`. The modules have it no more: the trace shall not see that it was set."""
+    kept: dict[tuple[str, str], Any] = {}
+    for place, held in reads.counting.refill(modules).items():
+        make_states_known(held)
+        reads.written[place] = held, held, ""
+    for (path, name), (before, after, _) in reads.written.items():
+        if isinstance(after, Counted):  # known without the program
+            continue
+        if is_kept(after):
+            # a list may be one that is written to, which is undone behind this
+            kept[path, name] = copied(with_plain_keys(after))
+            attributes = vars(modules[path])
+            attributes.pop(name, None)
+            if before is not MISSING:
+                attributes[name] = before
+        elif any(map(is_made, pytree.tree_leaves(after))) or _keeps(after):
+            raise TraceError(
+                f"forward keeps tensors in {called((path, name))}, a "
+                f"{type(after).__name__}; return them, or keep each as an attribute of its own"
+            )
+    return kept
 
 
 def _refuse_parameters(before: Mapping[str, nn.Parameter], model: nn.Module, reads: Reads) -> None:

@@ -1,0 +1,61 @@
+"""Arguments that forward changes in place (`autopar.trace.changed`), in a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar._compat import pytree
+from autopar.errors import TraceError
+from autopar.trace.calls import Call
+from autopar.trace.sharing import has_storage, storage_of
+
+
+def with_copies(call: Call, own: Call, changed: Mapping[int, int]) -> Call:
+    """The call, of copies of what it changes, which stays as it is until `write_back`. `own`: as the caller made it,
+    of a rank's own rows; `changed`: leaf of what forward gives -> place among the tensors of the call. Raises
+    TraceError where it cannot be changed alone; RuntimeError where torch would.
+    """
+    numbers = frozenset(changed.values())
+    for number in numbers:
+        _check(own, number)
+    leaves, spec = pytree.tree_flatten((call.args, dict(sorted(call.kwargs.items()))))  # as `call.tensors` stand
+    count, tensors = 0, list[Tensor]()
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            leaves[place] = leaf.clone() if count in numbers else leaf
+            tensors.append(leaves[place])
+            count += 1
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return replace(call, args=args, kwargs=kwargs, tensors=tuple(tensors))
+
+
+def write_back(call: Call, changed: Mapping[int, int], leaves: Mapping[int, Any]) -> None:
+    """Let what the caller has given be what forward has made of it."""
+    for leaf, number in changed.items():
+        if leaves[leaf].dtype == call.tensors[number].dtype:  # of what was cast first the caller's stays as it is
+            call.tensors[number].copy_(leaves[leaf])
+
+
+def _check(call: Call, number: int) -> None:
+    tensor, others = call.tensors[number], (*call.tensors[:number], *call.tensors[number + 1 :])
+    if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"forward changes an argument {list(tensor.shape)} in place that is a leaf and requires grad, which torch "
+            "has not either: have forward clone it first"
+        )
+    if isinstance(tensor, DTensor):
+        raise TraceError(
+            f"forward changes an argument {list(tensor.shape)} in place, which is a DTensor in this call, and a "
+            "program writes to none: have forward clone it first"
+        )
+    if any(has_storage(one) and storage_of(one) == storage_of(tensor) for one in others):
+        raise TraceError(
+            f"forward changes an argument {list(tensor.shape)} in place, which shares its memory with another argument "
+            "of this call, and a program would not see that: have forward clone it first"
+        )

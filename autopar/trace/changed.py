@@ -1,0 +1,59 @@
+"""Arguments that forward changes in place (`labels[labels == pad] = -100`, `x += self.position`): a program is given
+their values and writes to none. So forward is traced with copies of these, gives the copies beside its outputs, and
+each call writes their values to what the caller has given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from autopar._compat import pytree
+from autopar.trace.calls import flatten_inputs
+
+OF_LEAVES = "requires grad is being used in an in-place"  # torch, of one of which a gradient is wanted
+
+
+class ArgumentsChanged(Exception):
+    """Forward changes these arguments, and was traced with copies of others."""
+
+    def __init__(self, paths: Set[str]) -> None:
+        super().__init__(*sorted(paths))
+        self.paths = frozenset(paths)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Of one forward, by path; those of `paths` are copies. `versions`: as forward finds them."""
+
+    tensors: Mapping[str, Tensor]
+    versions: Mapping[str, int]
+    paths: Set[str]
+
+    def changed(self) -> dict[str, Tensor]:
+        """The copies, behind forward. Raises ArgumentsChanged where it has changed other arguments."""
+        now = {path for path, one in self.tensors.items() if one._version != self.versions[path]}
+        if now != self.paths:
+            raise ArgumentsChanged(now)
+        return {path: self.tensors[path] for path in sorted(now)}
+
+    def fails(self, error: Exception) -> None:
+        """Forward raises this. Raises ArgumentsChanged where it would not with copies of more."""
+        more = {path for path, one in self.tensors.items() if one.requires_grad} - self.paths
+        if OF_LEAVES in str(error) and more:
+            raise ArgumentsChanged(self.paths | more) from error
+
+
+def with_copies(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], paths: Set[str]
+) -> tuple[tuple[Any, ...], dict[str, Any], Arguments]:
+    """The same arguments, with copies of those at `paths`, in containers of their own."""
+    leaves, spec = flatten_inputs(args, kwargs)
+    if paths:
+        leaves = [(path, leaf.clone() if path in paths else leaf) for path, leaf in leaves]
+        args, kwargs = pytree.tree_unflatten([leaf for _, leaf in leaves], spec)
+    tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+    return args, {**kwargs}, Arguments(tensors, {path: one._version for path, one in tensors.items()}, paths)
