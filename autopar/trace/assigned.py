@@ -42,7 +42,7 @@ class _Statement:
 def _read(one: ast.stmt, ends: Set[type], left: Left) -> _Statement | None:
     """None: nobody knows what it leaves behind."""
     match one:
-        case ast.Continue() | ast.Return() if type(one) in ends:
+        case ast.Continue() | ast.Break() | ast.Return() if type(one) in ends:
             return _Statement([one])
         case ast.Assign(targets):
             return _Statement([one], targets=[part for target in targets for part in _parts(target)])
@@ -97,7 +97,7 @@ def left_behind(block: Sequence[ast.stmt], known: Set[str], left: Left, ends: Se
                 left.early.add(name.id)
         behind = list[set[str]]()
         for statements, names in told.blocks:
-            within = {*ends, ast.Continue} if isinstance(one, ast.For) else ends
+            within = {*ends, ast.Continue, ast.Break} if isinstance(one, ast.For) else ends
             if isinstance(names := left_behind(statements, known | names, left, within), str):
                 return names
             behind.append(names)

@@ -43,7 +43,8 @@ class Body:
     code computes what is chosen in the place of `VALUE`; `is_rest`: the function returns elsewhere, too;
     `appended`: lists that it appends to; `entries`: of dicts, lists and objects, which it assigns; `local`: names of
     what the function makes itself; `rest`: what its condition asks behind this, and the truths of these with which this
-    one settles it. Its `if` stands in that `line`, and what is behind it behind the line `until`.
+    one settles it. `breaks`: it is the rest of a loop that ends where it is not taken. Its `if`, or that loop, stands
+    in that `line`, and what is behind it behind the line `until`.
     """
 
     first: tuple[int, int]
@@ -64,6 +65,7 @@ class Body:
     entries: tuple[ast.expr, ...] = field(default=(), compare=False)
     local: frozenset[str] = NOTHING
     rest: tuple[tuple[ast.expr, bool], ...] = field(default=(), compare=False)
+    breaks: bool = False
 
     @property
     def leaves(self) -> bool:
@@ -144,10 +146,12 @@ def _statements(function: ast.FunctionDef, kind: type[Kind]) -> Iterator[Kind]:
 def _of(branch: ast.If, function: ast.FunctionDef, code: CodeType, asks: tuple[str, tuple[int, int]]) -> Body | str:
     other = [] if all(isinstance(one, ast.Pass) for one in branch.orelse) else branch.orelse
     loops = [one for kind in (ast.For, ast.While) for one in _statements(function, kind)]
-    turn = next((rest for one in loops if (rest := _behind(one.body, branch)) is not None), None)
+    loop, turn = next(((one, rest) for one in loops if (rest := _behind(one.body, branch)) is not None), (None, None))
     match branch.body:
         case [*ahead, ast.Continue()] if turn is not None:
-            inside, other, truth, ends = turn, ahead, False, {ast.Continue}
+            inside, other, truth, ends = turn, ahead, False, set[type]({ast.Continue})
+        case [*ahead, ast.Break()] if isinstance(loop, ast.For):  # all that it does then is as if in a branch
+            inside, other, truth, ends = [loop], ahead, False, set[type]({ast.Break})
         case [*ahead, ast.Return(value)] if (rest := _behind(function.body, branch)) is not None:
             return _rest(branch, ahead, value, rest, function, code, asks)
         case _:
@@ -158,7 +162,11 @@ def _of(branch: ast.If, function: ast.FunctionDef, code: CodeType, asks: tuple[s
     if any(isinstance(part, OF_A_FRAME) for one in other for part in ast.walk(one)):
         return "it has an else that ends something"
     body = _body(inside, other, function, wanted, ends=ends)
-    return body if isinstance(body, str) else _asked_in(body, branch.test, branch.lineno, asks, truth)
+    if isinstance(body, str):
+        return body
+    breaks = ends == {ast.Break}
+    body = _asked_in(body, branch.test, inside[0].lineno if breaks else branch.lineno, asks, truth)
+    return replace(body, breaks=breaks)
 
 
 def _behind(block: Sequence[ast.stmt], branch: ast.If) -> list[ast.stmt] | None:

@@ -37,6 +37,7 @@ GIVES = (
     "what forward goes on with {} is chosen behind it, and nobody can see where that is computed: have it be what a "
     "function of torch gives, give it a name, or choose by torch.where"
 )
+MOST_TURNS = 128
 NO_TENSOR = "{!r}, which it assigns, may be read outside of it, and is no tensor ahead of it"
 
 
@@ -98,7 +99,11 @@ class Branches:
     def _begin(
         self, asked: Tensor, frame: FrameType, body: Body, rows: int | None, *, is_seen: bool = False
     ) -> str | None:
-        key = id(frame), body.first
+        of_loop = (at for at, (line, column) in self._begun if line == body.line and column < 0)
+        turns = sum(at == id(frame) for at in of_loop) if body.breaks else 0
+        if turns > MOST_TURNS:
+            return f"the loop that it ends has more than {MOST_TURNS} turns"
+        key = id(frame), (body.line, -1 - turns) if body.breaks else body.first  # of a loop one for each turn
         earlier = self._begun.pop(key, None)  # of the same condition
         if body.other and (earlier is not None or not body.is_last):
             return f"{ASKS_MORE}, and something else is done where it is not taken"
@@ -236,7 +241,7 @@ class Branches:
 
     def leave(self, frame: FrameType) -> None:
         """The code of a frame asks again, where it may have asked before."""
-        if not self._begun or not isinstance(body := body_of(frame.f_code, frame.f_lasti), Body):
+        if not self._begun or not isinstance(body := body_of(frame.f_code, frame.f_lasti), Body) or body.breaks:
             return
         one = self._begun.get((id(frame), body.first))
         if one is not None and not (body.is_joint and one.asked_at < frame.f_lasti):

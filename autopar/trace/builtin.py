@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 
 from autopar._compat import FakeTensor
+from autopar.trace.extremes import IS_BEFORE, extreme, may_be_left_open
 from autopar.trace.formulas import Counted, computed, made_by
 from autopar.trace.gathered import Gathered
 from autopar.trace.lines import line_here
@@ -126,11 +128,14 @@ def _int(number: Number) -> Number:
     return Number(whole.long(), number._checks)
 
 
-def _picking(python: Callable[..., Any], is_before: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    """`min` or `max`, also of numbers of each call that are all of one type."""
+def _picking(python: Callable[..., Any]) -> Callable[..., Any]:
+    """`min` or `max`, also of tensors, and of numbers of each call that are all of one type."""
+    name = python.__name__
 
     def function(*args: Any, **kwargs: Any) -> Any:
         given = [*args[0]] if len(args) == 1 else [*args]
+        if not kwargs and may_be_left_open(given):
+            return handle_torch_function(extreme, given, name, *given)
         given = [one.as_given() if isinstance(one, Number) else one for one in given]
         numbers = [one for one in given if isinstance(one, Number)]
         kinds = {type(one.like if isinstance(one, Number) else one) for one in given}
@@ -139,7 +144,7 @@ def _picking(python: Callable[..., Any], is_before: Callable[[Tensor, Tensor], T
         checks, like = numbers[0]._checks, numbers[0].tensor
         best, *others = (one.tensor if isinstance(one, Number) else like.new_tensor(one) for one in given)
         for one in others:
-            best = torch.where(is_before(one, best), one, best)  # of equal ones the first, as Python has it
+            best = torch.where(IS_BEFORE[name](one, best), one, best)  # of equal ones the first, as Python has it
         return Number(best, checks)
 
     return function
@@ -161,8 +166,8 @@ STAND_IN: dict[str, Any] = {
     "type": _StandsFor(type, lambda number: type(number.now), lambda number: type(number.like)),
     "float": _StandsFor(float, lambda number: number.of_one(float, _float), _float),
     "int": _StandsFor(int, lambda number: number.of_one(int, _int), _int),
-    "min": _picking(min, torch.lt),
-    "max": _picking(max, torch.gt),
+    "min": _picking(min),
+    "max": _picking(max),
 }
 
 

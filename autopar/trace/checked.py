@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autopar.trace.checks import Checks
+from autopar.trace.extremes import extreme, extreme_of_hidden
 from autopar.trace.lines import line_here
 from autopar.trace.numbers import made_of_tensors
 from autopar.trace.origins import Looks
@@ -36,6 +37,8 @@ TOO_LARGE = (
 
 def checked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], checks: Checks) -> Callable[[], Any] | None:
     """What gives what `func` gives where it is one of them, or reads tensors in a list; None: it is neither."""
+    if func is extreme:
+        return lambda: extreme_of_hidden(checks, *args)
     if func in FACTORING and kwargs.get("out") is None:
         return lambda: _factored(FACTORING[func], args, kwargs, checks)
     if (

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._compat import pytree
+from autopar._compat import outside_modes, pytree
 from autopar.errors import TraceError
 from autopar.trace.bodies import Body, places_of
 from autopar.trace.entries import Entry
@@ -182,7 +182,7 @@ class Converted:
 
     def chosen(self, new: Tensor, old: Tensor, truth: Tensor) -> Tensor:
         """The new one where that is true, else the old one, and so with gradients, of which either has its own."""
-        with self.own(), torch.set_grad_enabled(torch.is_grad_enabled() or new.requires_grad or old.requires_grad):
+        with self._own_with_gradients(new, old):
             if not (new.is_floating_point() or new.is_complex()):
                 return torch.where(truth, new, old)
             is_new, is_old = self._counted(truth), self._counted(truth.logical_not())
@@ -190,15 +190,18 @@ class Converted:
 
     def where_true(self, one: Tensor, truth: Tensor) -> Tensor:
         """The same where that is true, else zeros, and so with gradients."""
-        with self.own(), torch.set_grad_enabled(torch.is_grad_enabled() or one.requires_grad):
+        with self._own_with_gradients(one):
             return torch.where(self._counted(truth), one, 0)
 
     def write_through(self, mode: contextlib.AbstractContextManager[Any]) -> None:
         """What is written to what a name is behind a branch is written to what it stands for, and the other way round;
         call it before every function. `mode`: within which functions are seen.
         """
-        if self._is_own or not any(any(one.written) for one in self.merged):
+        if self._is_own or not self.merged:
             return
+        with outside_modes():
+            if not any(any(one.written) for one in self.merged):
+                return
         written = dict[int, Tensor | None]()  # by id: where; None: in any case
         first = {id(one.made) for one in self.merged if one.written[0]}
         with self.own(), mode:
@@ -228,6 +231,15 @@ class Converted:
         finally:
             self._is_own = before
 
+    @contextlib.contextmanager
+    def _own_with_gradients(self, *given: Tensor) -> Iterator[None]:
+        """`own`, and with gradients where one of these has one. Each change of that, also to what it is, begins another
+        graph in an export.
+        """
+        begins = not torch.is_grad_enabled() and any(one.requires_grad for one in given)
+        with self.own(), torch.enable_grad() if begins else contextlib.nullcontext():
+            yield
+
     def called(self, func: Any, args: Sequence[Any], kwargs: Any, here: Sequence[Branch]) -> tuple[Any, ...]:
         """What a function of torch is called with in these branches; behind that what it gives, if it has been called
         here. Raises TraceError where it writes to what was there before a branch, and nobody can say what.
@@ -249,7 +261,8 @@ class Converted:
         if running:
             return args, kwargs, self._normed(func, args, kwargs, running, here[-1])
         if is_written and kwargs.get("out") is None and isinstance(before[0], Tensor):
-            is_fresh = all(memory_of(before[0]) in branch.fresh for branch in here)
+            memory = memory_of(before[0])
+            is_fresh = all(memory in branch.fresh for branch in here)
             if not (is_fresh and is_good):
                 return args, kwargs, self._write(func, before[0], args, kwargs, here, is_fresh)
         for one in tensors_in((before, kwargs)):
@@ -291,7 +304,7 @@ class Converted:
         if not (is_ahead and one.requires_grad and one.is_floating_point()) or key in branch.checked:
             return
         branch.checked.add(key)
-        with self.own(), torch.no_grad():
+        with self.own():
             if key not in self._bad:
                 self._bad[key] = one, one.detach().isfinite().logical_not().sum()
             is_left = branch.truth.logical_not() if branch.around is None else branch.around & ~branch.truth
@@ -363,13 +376,16 @@ class Converted:
                         with self.own(), self._mode:
                             stands_for.copy_(one)
             self._given = []
-        memory = {*map(memory_of, gives)} - {None}
+        memory, of_given = {*map(memory_of, gives)} - {None}, {*map(memory_of, given)}
         self.free = self.free | memory if not of_rows and all(map(self._is_free, given)) else self.free - memory
-        floats = [one for one in given if one.is_floating_point()]
+        floats = {memory_of(one) for one in given if one.is_floating_point()}
         for branch in here:
-            is_gated = bool(floats) and not of_rows and branch.gated.issuperset(map(memory_of, floats))
-            branch.gated = branch.gated | memory if is_gated else branch.gated - memory
-            branch.fresh |= memory - ({*map(memory_of, given)} - branch.fresh)
+            is_gated = bool(floats) and not of_rows and branch.gated >= floats
+            if is_gated:
+                branch.gated |= memory
+            else:
+                branch.gated -= memory
+            branch.fresh |= memory - (of_given - branch.fresh)
 
 
 def is_whole(one: Tensor) -> bool:

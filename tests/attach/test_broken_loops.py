@@ -1,0 +1,217 @@
+"""Loops that end by values: solvers with a tolerance, early exits."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar
+from autopar import TraceError
+from autopar.trace import branches
+from tests.processes.compare import same_gradients
+
+ROWS, WIDTH, CALLS = 6, 4, 6
+Form = Callable[["Layers", Tensor], Tensor]
+
+
+class Layers(nn.Module):
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.layers, self.head, self.form = (
+            nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)),
+            nn.Linear(4, 1),
+            form,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self, x)
+
+
+def fixed_point(model: Layers, x: Tensor) -> Tensor:
+    z = torch.zeros_like(x)
+    for _ in range(6):
+        new = torch.tanh(model.layers[0](z) + x)
+        if (new - z).norm() < 1:
+            break
+        z = new
+    return z.square().mean()
+
+
+def with_its_last_value(model: Layers, x: Tensor) -> Tensor:
+    z = torch.zeros_like(x)
+    for turn in range(5):  # noqa: B007
+        new = torch.tanh(model.layers[0](z) + x)
+        if (new - z).abs().max() < 0.5:
+            z = new * 2
+            break
+        z = new
+    return z.square().mean() * (turn + 1)
+
+
+def sinkhorn(model: Layers, x: Tensor) -> Tensor:
+    kernel = model.layers[0](x).exp()
+    rows = torch.ones(ROWS, dtype=x.dtype)
+    for _ in range(8):
+        columns = 1 / (kernel.t() @ rows)
+        new = 1 / (kernel @ columns)
+        error = (new - rows).abs().max()
+        rows = new
+        if error.item() < 0.05:
+            break
+    return (rows[:, None] * kernel * columns).square().sum()
+
+
+def early_exit(model: Layers, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x).tanh()
+        if model.head(x).mean().sigmoid() > 0.5:
+            break
+    return model.head(x).square().mean()
+
+
+def of_all_exits(model: Layers, x: Tensor) -> Tensor:
+    losses = []
+    for number, layer in enumerate(model.layers):
+        x = layer(x).tanh()
+        loss = model.head(x).square().mean() * (number + 1)
+        losses.append(loss)
+        if loss < 0.2:
+            break
+    return torch.stack(losses).sum()
+
+
+def of_each_row(model: Layers, x: Tensor) -> Tensor:
+    total = x.new_zeros(())
+    for row in x.unbind():
+        for layer in model.layers[:2]:
+            row = layer(row).tanh()
+            if row.sum() > 0:
+                break
+        total = total + row.square().sum()
+    return total
+
+
+def by_two_conditions(model: Layers, x: Tensor) -> Tensor:
+    best = model.layers[0](x).square().mean()
+    for number, layer in enumerate(model.layers):
+        loss = layer(x).square().mean()
+        if loss > best * 1.5:
+            break
+        if number > 0 and loss < best:
+            best = loss
+            break
+        best = best + loss
+        if number == 2:
+            break
+    return best
+
+
+def within_a_branch(model: Layers, x: Tensor) -> Tensor:
+    h = model.layers[0](x)
+    if h.mean() > 0:
+        for layer in model.layers[1:]:
+            h = layer(h).tanh()
+            if h.mean() < 0:
+                break
+    return h.square().mean()
+
+
+def in_a_method(model: Layers, x: Tensor) -> Tensor:
+    return model.head(refined(model.layers[1], x)).square().mean()
+
+
+def refined(layer: nn.Module, x: Tensor) -> Tensor:
+    for _ in range(3):
+        step = layer(x).tanh()
+        x = x + step
+        if step.norm() < 2:
+            break
+    return x
+
+
+FORMS = [
+    fixed_point, with_its_last_value, sinkhorn, early_exit, of_all_exits, of_each_row, by_two_conditions,
+    within_a_branch, in_a_method,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_they_end_where_they_do_on_one_process(one: DeviceMesh, form: Form) -> None:
+    torch.manual_seed(0)
+    plain = Layers(form).double()
+    parallel, ended = autopar.compile(copy.deepcopy(plain), one), set[float]()
+    for number in range(CALLS):
+        x, found = torch.randn(ROWS, WIDTH, dtype=torch.float64) * (0.3 + number / 3), list[Tensor]()
+        for model in (plain, parallel):
+            model.zero_grad()
+            loss = model(x)
+            loss.backward()
+            found.append(loss.detach())
+        torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
+        same_gradients(plain, parallel)
+        ended.add(float(found[0]))
+    assert len(ended) == CALLS
+
+
+def test_what_a_loop_has_not_got_to_has_no_gradient(one: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = Layers(early_exit).double()
+    parallel, idle = autopar.compile(copy.deepcopy(plain), one), set[int]()
+    for _ in range(4 * CALLS):
+        x = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+        for model in (plain, parallel):
+            model.zero_grad()
+            loss = model(x)
+            (by_x,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + by_x.square().sum()).backward()
+        same_gradients(plain, parallel)
+        idle.add(sum(layer.weight.grad is None for layer in plain.layers))
+    assert len(idle) > 1
+
+
+def returns_in_it(model: Layers, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x)
+        if x.mean() > 0:
+            return x.sum()
+    return x.square().sum()
+
+
+def has_an_else(model: Layers, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x)
+        if x.mean() > 0:
+            break
+    else:
+        x = x * 2
+    return x.square().sum()
+
+
+def goes_on_for_ever(model: Layers, x: Tensor) -> Tensor:
+    for _ in itertools.count():
+        x = model.layers[0](x).tanh() * 0.5
+        if x.norm() < 0.1:
+            break
+    return x.square().sum()
+
+
+def not_assigned_ahead(model: Layers, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x)
+        if x.mean() > 0:
+            break
+        behind = x * 2
+    return behind.square().sum()
+
+
+@pytest.mark.parametrize("form", [returns_in_it, has_an_else, goes_on_for_ever, not_assigned_ahead])
+def test_what_is_refused(one: DeviceMesh, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(branches, "MOST_TURNS", 8)
+    with pytest.raises(TraceError, match=f"which way forward goes depends on values.*{form.__name__}|{__file__}"):
+        autopar.compile(Layers(form).double(), one)(torch.randn(ROWS, WIDTH, dtype=torch.float64))

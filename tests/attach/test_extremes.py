@@ -1,0 +1,88 @@
+"""`max` and `min` of Python, of tensors whose order hangs on values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar
+from autopar.errors import CheckFailed
+from tests.processes.compare import same_gradients
+
+ROWS, WIDTH, CALLS = 6, 4, 8
+
+
+class Layer(nn.Module):
+    def __init__(self, form: Callable[[Layer, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.form = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), form
+        self.register_buffer("bound", torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self, x)
+
+
+def larger_loss(model: Layer, x: Tensor) -> Tensor:
+    return max(model.first(x).mean(), model.second(x).mean())
+
+
+def of_a_list(model: Layer, x: Tensor) -> Tensor:
+    return min([model.first(x).mean(), model.second(x).mean(), model.first(x).sin().mean()])
+
+
+def beside_numbers(model: Layer, x: Tensor) -> Tensor:
+    return model.first(x).mean() / max(model.second(x).norm(), 4.0) * min(1, x.norm())
+
+
+def from_a_first_one(model: Layer, x: Tensor) -> Tensor:
+    best = float("-inf")
+    for row in model.first(x).unbind():
+        best = max(best, row.sum())
+    return best * 1.0
+
+
+def of_counts(model: Layer, x: Tensor) -> Tensor:
+    h = model.first(x)
+    return h[h > 0].sum() / max((h > 3).sum(), 1)
+
+
+def of_what_is_known(model: Layer, x: Tensor) -> Tensor:
+    return model.first(x).sum() * max(model.bound, 2) / max(x.shape[0], 2)
+
+
+def in_a_branch(model: Layer, x: Tensor) -> Tensor:
+    h = model.first(x)
+    if h.mean() > 0:
+        h = h * max(h.sum(), model.second(x).sum())
+    return h.sum()
+
+
+FORMS = [larger_loss, of_a_list, beside_numbers, from_a_first_one, of_counts, of_what_is_known, in_a_branch]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_they_are_those_of_one_process(one: DeviceMesh, form: Callable[[Layer, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    plain = Layer(form).double()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for _ in range(CALLS):
+        x, found = torch.randn(ROWS, WIDTH, dtype=torch.float64), list[Tensor]()
+        for model in (plain, parallel):
+            model.zero_grad()
+            loss = model(x)
+            loss.backward()
+            found.append(loss.detach())
+        torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
+        same_gradients(plain, parallel)
+
+
+def test_what_is_not_taken_may_not_spoil_gradients(one: DeviceMesh) -> None:
+    parallel = autopar.compile(Layer(lambda model, x: max(model.first(x).mean(), x.sum().log())), one)
+    parallel(torch.ones(ROWS, WIDTH)).backward()
+    with pytest.raises(CheckFailed, match=r"does not take of max\(\.\.\) at .*is not finite in this call"):
+        parallel(torch.zeros(ROWS, WIDTH).requires_grad_())
