@@ -83,7 +83,7 @@ class ParallelModule(nn.Module):
         key = Key(call.key, torch.is_grad_enabled(), ambient_state())
         with without_torch_function(), asking(state, call, key):
             prepared = found(state, key, call.tensors)
-            why = "" if prepared is not None else why_new(state, key, call.tensors)
+            why = "" if prepared is not None else why_new(state, key, call)
         watch = state.watch
         with watch.call(NEW, alone=True, why=why) if prepared is None else watch.call(prepared.told):
             if prepared is None:

@@ -213,7 +213,8 @@ def _check_places(parallel: nn.Module, runner: StageRunner, new: Mapping[str, nn
         if name not in new and is_here != is_read and (is_read or runner.gradients):
             raise PlanMismatch(
                 f"parameter {name} is read in another pipeline stage now than the one that holds it; parts of the "
-                "model may change as long as each weight is read where it was: compile the model anew"
+                "model may change as long as each weight is read where it was: compile the model anew. Where forward "
+                "draws which ones it reads (random, numpy), have it read all in one order, and weigh what they give"
             )
 
 

@@ -33,7 +33,7 @@ from autopar.attach.run import Runner
 from autopar.attach.runners import runner_of
 from autopar.attach.staging import Staged
 from autopar.attach.tensors import mesh_of
-from autopar.attach.tracing import is_first_rank, tell_of_kinds, tell_of_traces
+from autopar.attach.tracing import is_first_rank, tell_of_kinds, tell_of_traces, told_of
 from autopar.attach.updates import Updates
 from autopar.attach.watch import PATIENCE_S, Watch
 from autopar.emit import forward_only
@@ -165,12 +165,6 @@ class Key(NamedTuple):
     ambient: AmbientState
 
 
-def told_of(call: Call, key: Key) -> str:
-    """A call in words, equal on ranks that run one program for it."""
-    given = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in call.tensors)
-    return f"forward of {given or 'nothing'} {'with' if key.gradients else 'without'} gradients"
-
-
 def found(state: State, key: Key, tensors: Sequence[Tensor]) -> Prepared | None:
     """The program of this call, of these, if there is one that still means what the module does."""
     kept, known = [] if state.has_new else state.programs.get(key, []), dict[int, Any]()
@@ -189,7 +183,7 @@ def asking(state: State, call: Call, key: Key) -> contextlib.AbstractContextMana
     these together.
     """
     asks = state.inputs == "local" and any(one.asks for one in state.programs.get(key, ()))
-    return state.watch.call(f"what {told_of(call, key)} asks") if asks else contextlib.nullcontext()
+    return state.watch.call(f"what {told_of(call, key.gradients)} asks") if asks else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -207,10 +201,16 @@ def laid_out_for_it() -> Iterator[None]:
         raise Infeasible(f"{error} {told}", error.at_least, error.enough) from None
 
 
-def why_new(state: State, key: Key, tensors: Sequence[Tensor]) -> str:
-    """What has changed since the last program of such a call, in words; "" where there is none."""
+def why_new(state: State, key: Key, call: Call) -> str:
+    """What has changed since the last program of such a call, in words; what it is where there is none."""
     known = state.programs.get(key)
-    return "" if not known else "it has new parameters" if state.has_new else known[0].fits(tensors) or ""
+    return (
+        told_of(call, key.gradients)
+        if not known
+        else "it has new parameters"
+        if state.has_new
+        else known[0].fits(call.tensors) or ""
+    )
 
 
 def prepare(
@@ -370,7 +370,7 @@ def _prepared(
         [(MISSING, None)] * len(held),
         captured.reads.counting,
         captured.reads.draws,
-        told_of(call, key),
+        told_of(call, key.gradients),
         batch_dims_of(graph, tensors, places, state.device_mesh, changed) if state.inputs == "local" else {},
         given_before(memory, {} if state.inputs == "local" else places, buffers, changed),
         captured.reads.asked.settled(state.asked),

@@ -1,13 +1,16 @@
-"""Warnings that a module is traced and planned again and again: correct, and slow."""
+"""Calls in words, and warnings that a module is traced and planned again and again: correct, and slow."""
 
 from __future__ import annotations
 
 import warnings
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from autopar.attach.batches import is_split_by_rows
 from autopar.attach.prepared import OTHER_HOOKS
 from autopar.trace.asked import OTHERWISE
+from autopar.trace.calls import Call
 
 
 def is_first_rank() -> bool:
@@ -39,3 +42,10 @@ def tell_of_kinds(count: int) -> None:
             "a few lengths where every batch has another",
             stacklevel=3,
         )
+
+
+def told_of(call: Call, gradients: bool) -> str:
+    """A call in words, equal on ranks that run one program for it: a rank's own rows where each has some."""
+    own = [one.to_local() if isinstance(one, DTensor) and is_split_by_rows(one) else one for one in call.tensors]
+    given = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in own)
+    return f"forward of {given or 'nothing'} {'with' if gradients else 'without'} gradients"

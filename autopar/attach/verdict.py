@@ -76,7 +76,7 @@ class Judge:
                 if sum_ != wanted:
                     return (
                         f"call {number} is {what} on rank {rank} and {wanted_what} on rank {first}; every rank has to "
-                        "make the same calls, evaluation too"
+                        "make the same calls, of as many rows (drop_last=True), evaluation too"
                     )
         return None
 

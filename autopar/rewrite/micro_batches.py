@@ -129,8 +129,8 @@ class _Cut:
         return made[True] > MOST_WHOLE * made[False]
 
     def _of_batch(self) -> set[str]:
-        """Nodes that read what is made of inputs."""
-        found = {node.name for node in self.graph.nodes if node.op == "input"}
+        """Nodes that read what is made of inputs that may be cut: a number, as what is drawn, is whole."""
+        found = {node.name for node in self.graph.nodes if node.op == "input" and len(self.ways[node.name]) > 1}
         for node in self.graph.nodes:
             if any(ref.name in found for ref in node.operands):
                 found.add(node.name)

@@ -297,7 +297,8 @@ def cut_by_owner(whole: Plan, owners: Mapping[str, Sequence[int]], count: int, p
                 raise NotCut(
                     f"{node.source or node.name}: {name} is read here, and an earlier stage holds it, as the call that "
                     "stages were cut for did not read it, or not here; compile the model with a call that does "
-                    "(example_inputs=, example_kwargs=)"
+                    "(example_inputs=, example_kwargs=); where forward draws which ones it reads, or in what order "
+                    "(random, numpy), have it read all in one order, and weigh what they give"
                 )
             first[at], last[at] = min(first[at], place), place
     ends: list[int] = []

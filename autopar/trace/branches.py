@@ -23,8 +23,9 @@ from torch import Tensor
 
 from autopar.errors import TraceError
 from autopar.trace.bodies import ASKS_MORE, VALUE, Body, body_of, turn_of
+from autopar.trace.branch import Appended, Branch
 from autopar.trace.choices import Choices
-from autopar.trace.converted import Appended, Branch, Converted
+from autopar.trace.converted import Converted
 from autopar.trace.effects import added_to, effects_of
 from autopar.trace.entries import NO_BASE, NOT_AHEAD, Entry, entry_of, value_of
 from autopar.trace.gathered import Gathered, cut, items_of
@@ -194,8 +195,8 @@ class Branches:
 
     def _goes_on(self, frame: FrameType, event: str, given: Any) -> Any:
         """Sees each line of the code that has asked, and lets names be what they are behind branches that it leaves."""
-        if self._watched[id(frame)][1] == self._runs:
-            self._runs(frame, event, given)
+        if _is_ours(before := self._watched[id(frame)][1]):
+            before(frame, event, given)
         self.tensors.write_through(contextlib.nullcontext())
         held, now = frame.f_locals, dict[str, Any]()
         is_end, is_failing = event == "return", event == "exception" or (event == "return" and given is None)
@@ -296,10 +297,14 @@ class Branches:
         """`Converted.guarded`, here."""
         return self.tensors.guarded(rows, self.here())
 
-    def _called(self, frame: FrameType, event: str, _: Any) -> Any:
+    def _called(self, frame: FrameType, event: str, given: Any) -> Any:
         """Sees each function that is called, as long as there may be a branch, and what is to see its lines. Raises
         TraceError where one of the user's leaves something behind that a branch would not.
         """
+        own = self._sees_lines(frame, event)
+        return _both(own, self._traced(frame, event, given)) if _is_ours(self._traced) else own
+
+    def _sees_lines(self, frame: FrameType, event: str) -> Any:
         code = frame.f_code
         if event != "call" or code in self._clean:
             return None
@@ -335,6 +340,24 @@ class Branches:
             frame.f_trace = before
         self._looks_on = False
         self._begun.clear(), self._watched.clear()
+
+
+def _is_ours(traces: Any) -> bool:
+    """Whether that sees lines for us, as where forward draws; debuggers, and what measures coverage, take turns."""
+    return str(getattr(traces, "__module__", "")).startswith("autopar.")
+
+
+def _both(one: Any, other: Any) -> Any:
+    """What sees the lines of a function for both, of which either may not want to."""
+    if one is None or other is None:
+        return other if one is None else one
+    wanted = [one, other]
+
+    def both(frame: FrameType, event: str, given: Any) -> Any:
+        wanted[:] = [sees and sees(frame, event, given) for sees in wanted]
+        return both
+
+    return both
 
 
 def _here(found: Callable[[CodeType, int], Body | str], frame: FrameType) -> Body | str:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from autopar.errors import TraceError
 from autopar.trace.bodies import VALUE
-from autopar.trace.converted import Branch, Converted, Merged
+from autopar.trace.branch import Branch
+from autopar.trace.converted import Converted, Merged
 from autopar.trace.gathered import Gathered
 from autopar.trace.lines import line_here
 from autopar.trace.values import MISSING

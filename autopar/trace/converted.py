@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,14 +15,12 @@ from torch import Tensor
 
 from autopar._compat import outside_modes, pytree
 from autopar.errors import TraceError
-from autopar.trace.bodies import Body, places_of
-from autopar.trace.entries import Entry
+from autopar.trace.branch import Branch
 from autopar.trace.lines import line_here
 from autopar.trace.origins import STATISTICS, memory_of, tensors_in, writes_in_place
 
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
 
-WHERE = "in a branch that it takes by values ({}:{})"
 WRITES = (
     "forward writes to a tensor{} {}, and not by a method of it (out=, inplace=True, another shape): a program always "
     "goes in there. Do that behind the branch, or have it give a new tensor"
@@ -61,60 +58,6 @@ DIVIDES = frozenset(_DIVIDES.split())
 
 
 @dataclass
-class Appended:
-    """A list that a branch appends to, and how many it has ahead of that; what is appended where it is not taken."""
-
-    there: Any
-    count: int
-    otherwise: list[tuple[Any, Tensor | None]] = field(default_factory=list[tuple[Any, Tensor | None]])
-
-
-@dataclass
-class Branch:
-    """One that is taken where `truth`; `rows`: where a mask of that number picks any. `frame`: None while statements of
-    an else run. `before`: what names that it assigns are where it is not taken.
-    """
-
-    frame: FrameType | None
-    body: Body
-    file: str
-    truth: Tensor
-    rows: int | None
-    before: dict[str, Any] = field(default_factory=dict[str, Any])
-    asked_at: int = 0  # of the code of its frame
-    around: Tensor | None = None  # the truth of those that it stands in
-    lists: dict[str, Appended] = field(default_factory=dict[str, "Appended"])
-    entries: list[Entry] = field(default_factory=list[Entry])
-    fresh: set[int | None] = field(default_factory=set[int | None])  # memory of what is made within
-    gated: set[int | None] = field(default_factory=set[int | None])  # and of what gives nobody gradients who is outside
-    checked: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])  # of `Converted.check`
-    reached: int = 0  # of the code of its frame
-    of_rows: Tensor | None = None
-    of_all: Tensor | None = None
-    asks: tuple[tuple[Tensor, bool], ...] = ()  # what it has asked, and the answers with which it is taken
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the code that asked is in it still, if it runs at all."""
-        if self.frame is None:
-            return True
-        at = self.frame.f_lasti
-        is_again = not self.body.goes_over and at < self.reached  # in another turn of a loop around it
-        self.reached = max(self.reached, at)
-        return self.body.first <= places_of(self.frame.f_code)[at // 2] < self.body.last and not is_again
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether the rest of its condition is asked now."""
-        at = -1 if self.frame is None else self.frame.f_lasti
-        return self.asked_at < at and places_of(self.frame.f_code)[at // 2] < self.body.first if self.frame else False
-
-    @property
-    def where(self) -> str:
-        return WHERE.format(self.file, self.body.first[0])
-
-
-@dataclass
 class Merged:
     """`made`, which is `new` where `truth`, else `old`, as one tensor under two names would be."""
 
@@ -146,9 +89,15 @@ class Converted:
         self._bad: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by id and version: how many are not finite
         self.taken: list[Tensor] = []
         self.free = set[int | None]()  # memory of parameters, buffers and what is made of these alone
+        self.held = frozenset[int | None]()  # of parameters and buffers themselves
         self.places: dict[int, Tensor] = {}  # by id: of turns of loops, and what is computed of these alone
         self._is_own = False  # what is computed now
         self._given: list[tuple[Tensor, int, Tensor]] = []  # to a function: its version, and what it stands for
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """These are parameters and buffers: good wherever they are used, and nothing is to be had of a guard's copy."""
+        self.held = frozenset(map(memory_of, tensors))
+        self.free |= self.held
 
     def guarded(self, rows: Picked, here: Sequence[Branch]) -> Picked:
         """The same rows, as they are written to in these branches: of no call that does not take them."""
@@ -252,7 +201,7 @@ class Converted:
             self.notes.append(DRAWS)
         is_written = writes_in_place(name, kwargs)
         self._refuse(tensors_in(kwargs.get("out")), here)
-        before, is_good = args, self._is_good(bare, args, kwargs)
+        before, is_good = (args, kwargs), self._is_good(bare, args, kwargs)
         running = _statistics(func, args, kwargs)
         if not is_good:
             if bare.removeprefix("linalg_") in FAILS:
@@ -260,14 +209,15 @@ class Converted:
             args, kwargs = self._gated(bare, args, kwargs, here[-1])
         if running:
             return args, kwargs, self._normed(func, args, kwargs, running, here[-1])
-        if is_written and kwargs.get("out") is None and isinstance(before[0], Tensor):
-            memory = memory_of(before[0])
+        target = before[0][0] if before[0] else None
+        if is_written and kwargs.get("out") is None and isinstance(target, Tensor):
+            memory = memory_of(target)
             is_fresh = all(memory in branch.fresh for branch in here)
             if not (is_fresh and is_good):
-                return args, kwargs, self._write(func, before[0], args, kwargs, here, is_fresh)
-        for one in tensors_in((before, kwargs)):
+                return args, kwargs, self._write(func, target, args, kwargs, here, is_fresh)
+        for one in tensors_in(before):
             self.check(one, here)
-        pairs = zip(tensors_in((args, kwargs)), tensors_in((before, kwargs)), strict=True)
+        pairs = zip(tensors_in((args, kwargs)), tensors_in(before), strict=True)
         self._given = [(one, one._version, stands_for) for one, stands_for in pairs]
         return args, kwargs
 
@@ -335,7 +285,8 @@ class Converted:
         def gate(one: Any) -> Any:
             if not isinstance(one, Tensor) or one.dtype == torch.bool or id(one) in self.places:
                 return one
-            if memory_of(one) in branch.gated and not is_whole(one):  # whole numbers that were good may be moved
+            memory = memory_of(one)  # whole numbers that were good may be moved
+            if (memory in branch.gated and not is_whole(one)) or (memory in self.held and self._is_free(one)):
                 return one
             return self._where_taken(one, branch, 1 if not is_whole(one) or name.removeprefix("i") in DIVIDES else 0)
 

@@ -38,7 +38,7 @@ from autopar.trace.looks import as_looks, looks_in
 from autopar.trace.masked import Picked, apply, rows_of
 from autopar.trace.modules import noted_on, registered, replace_tensors
 from autopar.trace.numbers import HangsOnValues, Number, with_numbers
-from autopar.trace.origins import Origins, memory_of, tensors_in, writes_in_place
+from autopar.trace.origins import Origins, tensors_in, writes_in_place
 from autopar.trace.packed import GIVEN_PACKED, LAYERS, Packing
 from autopar.trace.reads import Reads
 from autopar.trace.recurrent import kept_as_loops, with_states_as_given
@@ -82,7 +82,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
         watch = _Watch({id(value) for value in now.values()}, frozenset(map(id, model.buffers())), notes, reads)
         try:
             watch.known |= set(map(id, (*tensors_in((args, kwargs)), *looks.values())))
-            watch.checks.branches.tensors.free |= {*map(memory_of, now.values())}
+            watch.checks.branches.tensors.hold(now.values())
             for name, value in values.items():
                 watch.literals.know(name, now[name], value)
             numbers = counted_from(further := kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)

@@ -24,6 +24,7 @@ from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.ambient import autocast_state
 from autopar.trace.lines import line_here
+from autopar.trace.numbers import Number
 
 _LIBRARY = torch.library.Library("autopar_functions", "DEF")
 _LIBRARY.define("apply(Tensor[] tensors, int number) -> Tensor[]")
@@ -79,6 +80,7 @@ def _applied(kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs:
     if applications is None or is_inside or kwargs or _is_plain(kind):
         return _ORIGINAL(kind, *args, **kwargs)
     leaves, spec = pytree.tree_flatten(args)
+    leaves = [_as_tensor(leaf.as_given()) if isinstance(leaf, Number) else leaf for leaf in leaves]
     if any(isinstance(leaf, _CALLABLES) for leaf in leaves):
         raise TraceError(
             f"{kind.__name__}{line_here()}, which has a backward of its own, is given a module or function, whose "
@@ -95,6 +97,11 @@ def _applied(kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs:
     assert application.given_spec is not None
     given = [next(made) if isinstance(leaf, Tensor) else leaf for leaf in application.given]
     return pytree.tree_unflatten(given, application.given_spec)
+
+
+def _as_tensor(number: Any) -> Any:
+    """A number of each call (drawn, counted, or out of a tensor) as its backward may keep it; others are themselves."""
+    return number.tensor if isinstance(number, Number) else number
 
 
 def _is_plain(kind: type) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 
 import autopar
 from tests.processes.compare import same_gradients
@@ -163,6 +164,51 @@ def trained_alike(one: DeviceMesh, form: Callable[..., Tensor], evaluates: int) 
         assert found[1][1] == found[0][1]
         same_gradients(parallel, plain)
     return parallel
+
+
+def behind_what_is_hidden(model: Layers, x: Tensor) -> Tensor:
+    hidden = model.layers[0](x)
+    if hidden.mean() > 0:
+        hidden = hidden * 2
+    return hidden * random.random()
+
+
+def by_a_helper_behind_rows(model: Layers, x: Tensor) -> Tensor:
+    out, rows = torch.zeros_like(x), x[:, 0] > 0
+    if rows.any():
+        out[rows] = model.layers[1](x[rows])
+    return out * chance_of(2.0) + model.layers[0](x)
+
+
+def chance_of(most: float) -> float:
+    return random.uniform(1.0, most) if random.random() < 0.5 else 0.5
+
+
+@pytest.mark.parametrize("form", [behind_what_is_hidden, by_a_helper_behind_rows], ids=lambda form: form.__name__)
+def test_a_draw_behind_a_branch_by_values_is_seen(one: DeviceMesh, form: Callable[..., Tensor]) -> None:
+    trained_alike(one, form, evaluates=5)
+
+
+def residual(model: Layers, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        if random.random() < 0.5:
+            continue
+        x = x + layer(functional.layer_norm(x, x.shape[-1:])).tanh()
+    return x
+
+
+def test_layers_that_are_skipped_by_chance_in_micro_batches(one: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = Layers(residual).double()
+    parallel = autopar.compile(copy.deepcopy(plain), one, micro_batches=2)
+    for number in range(CALLS):
+        x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
+        for model in (plain, parallel):
+            model.zero_grad()
+            random.seed(number)
+            loss = model(x)
+            loss.backward()
+        same_gradients(plain, parallel)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import random
 from typing import Any
 
 import pytest
@@ -146,6 +148,49 @@ def test_what_could_not_be_trained_is_refused(one: DeviceMesh, what: str, told: 
     parallel = autopar.compile(Net(what), one)
     with pytest.raises(TraceError, match=told):
         parallel(torch.randn(4, 6))
+
+
+class Scaled(torch.autograd.Function):
+    """Keeps a number for its backward, as reversed gradients with a schedule do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Any, bound: int) -> Tensor:  # type: ignore[override]
+        ctx.scale = scale
+        return x.clamp(max=bound)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return -gradient * ctx.scale, None, None
+
+
+class OfNumbers(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inner, self.what, self.step = nn.Linear(6, 6), what, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        self.step += 1
+        scale: Any = {
+            "drawn": random.uniform(0.5, 2.0),
+            "counted": 2 / (1 + math.exp(-self.step / 10)) - 1,
+            "taken out": h.detach().norm().item(),
+        }[self.what]
+        return Scaled.apply(h, scale, 2).square().mean()
+
+
+@pytest.mark.parametrize("what", ["drawn", "counted", "taken out"])
+def test_a_backward_may_keep_a_number_of_each_call(one: DeviceMesh, what: str) -> None:
+    torch.manual_seed(0)
+    plain = OfNumbers(what)
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for number in range(4):
+        x = torch.randn(4, 6)
+        for model in (plain, parallel):
+            model.zero_grad()
+            random.seed(number)
+            model(x).backward()
+        same_gradients(plain, parallel)
 
 
 def test_autocast_with_a_backward_of_its_own_is_refused(one: DeviceMesh) -> None:

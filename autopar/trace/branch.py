@@ -1,0 +1,68 @@
+"""A branch that a program always goes into, while the code that has asked for it runs (`autopar.trace.branches`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from autopar.trace.bodies import Body, places_of
+from autopar.trace.entries import Entry
+
+WHERE = "in a branch that it takes by values ({}:{})"
+
+
+@dataclass
+class Appended:
+    """A list that a branch appends to, and how many it has ahead of that; what is appended where it is not taken."""
+
+    there: Any
+    count: int
+    otherwise: list[tuple[Any, Tensor | None]] = field(default_factory=list[tuple[Any, Tensor | None]])
+
+
+@dataclass
+class Branch:
+    """One that is taken where `truth`; `rows`: where a mask of that number picks any. `frame`: None while statements of
+    an else run. `before`: what names that it assigns are where it is not taken.
+    """
+
+    frame: FrameType | None
+    body: Body
+    file: str
+    truth: Tensor
+    rows: int | None
+    before: dict[str, Any] = field(default_factory=dict[str, Any])
+    asked_at: int = 0  # of the code of its frame
+    around: Tensor | None = None  # the truth of those that it stands in
+    lists: dict[str, Appended] = field(default_factory=dict[str, "Appended"])
+    entries: list[Entry] = field(default_factory=list[Entry])
+    fresh: set[int | None] = field(default_factory=set[int | None])  # memory of what is made within
+    gated: set[int | None] = field(default_factory=set[int | None])  # and of what gives nobody gradients who is outside
+    checked: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])  # of `Converted.check`
+    reached: int = 0  # of the code of its frame
+    of_rows: Tensor | None = None
+    of_all: Tensor | None = None
+    asks: tuple[tuple[Tensor, bool], ...] = ()  # what it has asked, and the answers with which it is taken
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the code that asked is in it still, if it runs at all."""
+        if self.frame is None:
+            return True
+        at = self.frame.f_lasti
+        is_again = not self.body.goes_over and at < self.reached  # in another turn of a loop around it
+        self.reached = max(self.reached, at)
+        return self.body.first <= places_of(self.frame.f_code)[at // 2] < self.body.last and not is_again
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether the rest of its condition is asked now."""
+        at = -1 if self.frame is None else self.frame.f_lasti
+        return self.asked_at < at and places_of(self.frame.f_code)[at // 2] < self.body.first if self.frame else False
+
+    @property
+    def where(self) -> str:
+        return WHERE.format(self.file, self.body.first[0])
