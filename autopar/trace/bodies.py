@@ -152,7 +152,7 @@ def _of(branch: ast.If, function: ast.FunctionDef, code: CodeType, asks: tuple[s
             inside, other, truth, ends = turn, ahead, False, set[type]({ast.Continue})
         case [*ahead, ast.Break()] if isinstance(loop, ast.For):  # all that it does then is as if in a branch
             inside, other, truth, ends = [loop], ahead, False, set[type]({ast.Break})
-        case [*ahead, ast.Return(value)] if (rest := _behind(function.body, branch)) is not None:
+        case [*ahead, ast.Return(value)] if (rest := _behind_all(branch, function)) is not None:
             return _rest(branch, ahead, value, rest, function, code, asks)
         case _:
             inside, truth, ends = branch.body, True, set[type]()
@@ -169,8 +169,10 @@ def _of(branch: ast.If, function: ast.FunctionDef, code: CodeType, asks: tuple[s
     return replace(body, breaks=breaks)
 
 
-def _behind(block: Sequence[ast.stmt], branch: ast.If) -> list[ast.stmt] | None:
-    """What goes on behind a branch in these statements where that is not taken; None: it is in a loop there, or so."""
+def _behind(block: Sequence[ast.stmt], branch: ast.If | ast.For) -> list[ast.stmt] | None:
+    """What goes on behind a branch, or a loop, in these statements where that is not taken; None: it is in a loop
+    there, or so.
+    """
     for place, one in enumerate(block):
         if one is branch:
             return [*branch.orelse, *block[place + 1 :]]
@@ -178,6 +180,18 @@ def _behind(block: Sequence[ast.stmt], branch: ast.If) -> list[ast.stmt] | None:
             for inner in (one.body, one.orelse):
                 if (found := _behind(inner, branch)) is not None:
                     return [*found, *block[place + 1 :]]
+    return None
+
+
+def _behind_all(branch: ast.If, function: ast.FunctionDef) -> list[ast.stmt] | None:
+    """Likewise of a function; of a loop in it all that this does, in its next turns, too."""
+    if (found := _behind(function.body, branch)) is not None:
+        return found
+    for loop in _statements(function, ast.For):
+        if not loop.orelse and holds(loop, (branch.lineno, branch.col_offset)):
+            behind = _behind(function.body, loop)
+            if behind is not None:
+                return [loop, *behind]
     return None
 
 
@@ -232,7 +246,9 @@ def _rest(
     names = frozenset(name.id for name, _ in pairs if isinstance(name, ast.Name))
     until = body.last[0] if gives or last is None or (behind[:-1] and not is_within) else last.lineno - 1
     body = replace(body, assigned=names - {VALUE}, of_other=names, gives=gives, is_rest=True, until=until)
-    return _asked_in(body, branch.test, branch.lineno, asks, False)
+    loop = behind[0] if behind and holds(behind[0], (branch.lineno, branch.col_offset)) else None
+    body = _asked_in(body, branch.test, (loop or branch).lineno, asks, False)
+    return replace(body, breaks=loop is not None)
 
 
 def _of_choice(

@@ -13,6 +13,7 @@ import ast
 import contextlib
 import gc
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
@@ -39,6 +40,11 @@ GIVES = (
     "function of torch gives, give it a name, or choose by torch.where"
 )
 MOST_TURNS = 128
+MANY = 100
+SLOW = (
+    "forward takes its {}th branch by values or draws at {}:{}, and each is traced on its own: a loop over tokens or "
+    "samples takes minutes to trace, once. torch.where, or masks of whole tensors, do the same at once"
+)
 NO_TENSOR = "{!r}, which it assigns, may be read outside of it, and is no tensor ahead of it"
 
 
@@ -63,6 +69,7 @@ class Branches:
         self._traced: Any = None  # what `sys.gettrace` gave before it did
         self._failing: FrameType | None = None  # whose code has raised what it may catch
         self._clean = set[CodeType]()  # what leaves nothing behind
+        self._count = 0
 
     def begin(
         self, asked: Tensor, frame: FrameType, rows: int | None, is_some: bool = True, *, is_seen: bool = False
@@ -120,6 +127,9 @@ class Branches:
         if isinstance(entries := self._entries(body, frame), str):
             return entries
         self._look()
+        self._count += 1
+        if self._count == MANY:
+            warnings.warn(SLOW.format(MANY, frame.f_code.co_filename, body.line), stacklevel=2)
         around = [one.truth for one in (*self.here()[-1:], earlier) if one is not None]
         truth = self.tensors.truth(asked)
         is_taken, is_not = (truth, truth.logical_not())[:: 1 if body.wanted else -1]

@@ -138,9 +138,7 @@ class Drawing:
     def standing(self, model: nn.Module) -> Iterator[None]:
         """Inside, what forward of `model` draws is noted."""
         self.draws.paths_of = {id(vars(module)): path for path, module in model.named_modules()}
-        sites = [*self.sites, *ALWAYS]
-        if self.draws.are_there:
-            sites.append(Site(vars(torch), "from_numpy", torch.from_numpy))
+        sites = [*self.sites, *ALWAYS, Site(vars(torch), "from_numpy", torch.from_numpy)]
         stand_ins = [self._stand_in(site) for site in sites]
         self.draws.in_place_of = {id(one): site.was for one, site in zip(stand_ins, sites, strict=True)}
         try:
@@ -157,7 +155,7 @@ class Drawing:
         if site in ALWAYS:
             return _refusing(was) if site.name in STATES else _seeded(was)
         if was is torch.from_numpy:
-            return lambda array: array.shared() if type(array) is Drawn else was(array)
+            return partial(_from_numpy, was)
         if isinstance(site.held, type) and isinstance(was, types.FunctionType):
 
             def method(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,6 +175,13 @@ class Drawing:
             return draws.called(plain, args, kwargs)
 
         return staticmethod(function) if isinstance(was, staticmethod) else function
+
+
+def _from_numpy(function: Callable[..., Any], array: Any) -> Any:
+    """`torch.from_numpy`, of what is drawn too; of others by a function that is seen, and does the same."""
+    if type(array) is Drawn:
+        return array.shared()
+    return torch.as_tensor(array) if isinstance(array, np.ndarray) else function(array)
 
 
 def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:

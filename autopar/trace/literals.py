@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from autopar.trace.rows import ELEMENTWISE
 from autopar.trace.values import SCALARS
 
 MOST, MOST_OF_BUFFER = 2**18, 64  # elements
-MADE = frozenset(("tensor", "arange", "linspace", "zeros", "ones", "full", "eye"))
+MADE = frozenset(("tensor", "as_tensor", "arange", "linspace", "zeros", "ones", "full", "eye"))
 _MORE = """
     unbind select diff flip cumsum mean prod cat stack triu tril t repeat repeat_interleave tile roll diag outer hstack
     vstack block_diag meshgrid movedim swapaxes narrow split chunk
@@ -177,6 +178,9 @@ class Literals:
         if isinstance(value, list) and value and all(isinstance(one, bool) for one in cast("list[Any]", value)):
             with outside_modes():
                 return torch.tensor(value)
+        if isinstance(value, np.ndarray) and value.dtype == bool and value.ndim:
+            with outside_modes():
+                return torch.from_numpy(value)
         if not isinstance(value, Tensor) or value.dtype != torch.bool or not value.ndim:
             return None
         if type(value) is Tensor and id(value) not in self._known:
@@ -247,7 +251,7 @@ class Literals:
         return all(
             id(one) in self._known
             if isinstance(one, Tensor)
-            else isinstance(one, (*SCALARS, slice, type(Ellipsis), type(None)))
+            else isinstance(one, (*SCALARS, np.ndarray, slice, type(Ellipsis), type(None)))
             for one in leaves
         )
 

@@ -135,9 +135,41 @@ def refined(layer: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
+def returns_in_it(model: Layers, x: Tensor) -> Tensor:
+    for number, layer in enumerate(model.layers):
+        x = layer(x).tanh()
+        out = model.head(x)
+        if out.mean() > 0.2:
+            return out.square().mean() * (number + 1)
+    return out.square().mean()
+
+
+def returns_names(model: Layers, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        y = layer(x)
+        if y.mean() > 0.2:
+            loss = y.square().sum()
+            return loss
+        if y.mean() < -0.3:
+            return y.sin().sum()
+        x = x + y
+    loss = x.sum()
+    return loss
+
+
+def returns_in_two(model: Layers, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        for scale in (1.0, -1.0):
+            value = model.head(x * scale).mean()
+            if value > 0.3:
+                return value * 2
+        x = layer(x)
+    return x.mean()
+
+
 FORMS = [
     fixed_point, with_its_last_value, sinkhorn, early_exit, of_all_exits, of_each_row, by_two_conditions,
-    within_a_branch, in_a_method,
+    within_a_branch, in_a_method, returns_in_it, returns_names, returns_in_two,
 ]  # fmt: skip
 
 
@@ -175,14 +207,6 @@ def test_what_a_loop_has_not_got_to_has_no_gradient(one: DeviceMesh) -> None:
     assert len(idle) > 1
 
 
-def returns_in_it(model: Layers, x: Tensor) -> Tensor:
-    for layer in model.layers:
-        x = layer(x)
-        if x.mean() > 0:
-            return x.sum()
-    return x.square().sum()
-
-
 def has_an_else(model: Layers, x: Tensor) -> Tensor:
     for layer in model.layers:
         x = layer(x)
@@ -191,6 +215,14 @@ def has_an_else(model: Layers, x: Tensor) -> Tensor:
     else:
         x = x * 2
     return x.square().sum()
+
+
+def returns_in_a_while(model: Layers, x: Tensor) -> Tensor:
+    while x.ndim:
+        x = model.layers[0](x)
+        if x.mean() > 0:
+            return x.sum()
+    return x
 
 
 def goes_on_for_ever(model: Layers, x: Tensor) -> Tensor:
@@ -210,7 +242,7 @@ def not_assigned_ahead(model: Layers, x: Tensor) -> Tensor:
     return behind.square().sum()
 
 
-@pytest.mark.parametrize("form", [returns_in_it, has_an_else, goes_on_for_ever, not_assigned_ahead])
+@pytest.mark.parametrize("form", [has_an_else, returns_in_a_while, goes_on_for_ever, not_assigned_ahead])
 def test_what_is_refused(one: DeviceMesh, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branches, "MOST_TURNS", 8)
     with pytest.raises(TraceError, match=f"which way forward goes depends on values.*{form.__name__}|{__file__}"):

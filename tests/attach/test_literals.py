@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -182,3 +184,43 @@ def test_where_a_buffer_is_not_zero(one: DeviceMesh) -> None:
     parallel.mask[1] = True
     with pytest.raises(CheckFailed, match="a buffer that forward asks"):
         parallel(x)
+
+
+def array() -> np.ndarray:
+    mask = np.zeros(4, bool)
+    start = random.randrange(3)
+    mask[start : start + 2] = True
+    return mask
+
+
+def by_a_tensor_of_it(x: Tensor) -> Tensor:
+    return x[:, torch.from_numpy(array())]
+
+
+def by_itself(x: Tensor) -> Tensor:
+    return x[:, array()]
+
+
+def written_to_behind_that(x: Tensor) -> Tensor:
+    mask = np.zeros(4, bool)
+    there = torch.from_numpy(mask)
+    mask[2 * random.randrange(2)] = mask[1] = True
+    return x[:, there]
+
+
+def asked(x: Tensor) -> Tensor:
+    mask = torch.as_tensor(array())
+    return x * 2 if mask[0] else x[:, ~mask]
+
+
+@pytest.mark.parametrize("does", [by_a_tensor_of_it, by_itself, written_to_behind_that, asked])
+def test_masks_of_numpys_are_no_secret(one: DeviceMesh, does: Callable[[Tensor], Tensor]) -> None:
+    plain = Model(does)
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for number in range(6):
+        x = torch.randn(5, 4, dtype=torch.float64)
+        for model in (plain, parallel):
+            model.zero_grad()
+            random.seed(number)
+            model(x).backward()
+        same_gradients(plain, parallel)
