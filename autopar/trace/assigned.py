@@ -60,8 +60,8 @@ def _read(one: ast.stmt, ends: Set[type], left: Left) -> _Statement | None:
             return _Statement([one])
         case ast.If(test, body, orelse):
             return _Statement([test], blocks=[(body, set()), (orelse, set())])
-        case ast.For(target, over, body, []):
-            return _Statement([over], blocks=[(body, {name.id for name in stored_in([target])})])
+        case ast.For(target, over, body, orelse):
+            return _Statement([over], blocks=[(body, {name.id for name in stored_in([target])}), (orelse, set())])
         case ast.With(items, body) if all(item.optional_vars is None for item in items):
             return _Statement([*items], blocks=[(body, set())])
         case _:
@@ -97,7 +97,8 @@ def left_behind(block: Sequence[ast.stmt], known: Set[str], left: Left, ends: Se
                 left.early.add(name.id)
         behind = list[set[str]]()
         for statements, names in told.blocks:
-            within = {*ends, ast.Continue, ast.Break} if isinstance(one, ast.For) else ends
+            is_loop = isinstance(one, ast.For) and statements is one.body
+            within = {*ends, ast.Continue, ast.Break} if is_loop else ends
             if isinstance(names := left_behind(statements, known | names, left, within), str):
                 return names
             behind.append(names)

@@ -167,9 +167,20 @@ def returns_in_two(model: Layers, x: Tensor) -> Tensor:
     return x.mean()
 
 
+def has_an_else(model: Layers, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x)
+        if x.mean() > 0:
+            break
+    else:
+        x = x * 2
+    return x.square().sum()
+
+
 FORMS = [
     fixed_point, with_its_last_value, sinkhorn, early_exit, of_all_exits, of_each_row, by_two_conditions,
     within_a_branch, in_a_method, returns_in_it, returns_names, returns_in_two,
+    has_an_else,
 ]  # fmt: skip
 
 
@@ -207,16 +218,6 @@ def test_what_a_loop_has_not_got_to_has_no_gradient(one: DeviceMesh) -> None:
     assert len(idle) > 1
 
 
-def has_an_else(model: Layers, x: Tensor) -> Tensor:
-    for layer in model.layers:
-        x = layer(x)
-        if x.mean() > 0:
-            break
-    else:
-        x = x * 2
-    return x.square().sum()
-
-
 def returns_in_a_while(model: Layers, x: Tensor) -> Tensor:
     while x.ndim:
         x = model.layers[0](x)
@@ -242,7 +243,7 @@ def not_assigned_ahead(model: Layers, x: Tensor) -> Tensor:
     return behind.square().sum()
 
 
-@pytest.mark.parametrize("form", [has_an_else, returns_in_a_while, goes_on_for_ever, not_assigned_ahead])
+@pytest.mark.parametrize("form", [returns_in_a_while, goes_on_for_ever, not_assigned_ahead])
 def test_what_is_refused(one: DeviceMesh, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branches, "MOST_TURNS", 8)
     with pytest.raises(TraceError, match=f"which way forward goes depends on values.*{form.__name__}|{__file__}"):
