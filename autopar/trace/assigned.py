@@ -62,6 +62,8 @@ def _read(one: ast.stmt, ends: Set[type], left: Left) -> _Statement | None:
             return _Statement([test], blocks=[(body, set()), (orelse, set())])
         case ast.For(target, over, body, orelse):
             return _Statement([over], blocks=[(body, {name.id for name in stored_in([target])}), (orelse, set())])
+        case ast.While(test, body, orelse):
+            return _Statement([test], blocks=[(body, set()), (orelse, set())])
         case ast.With(items, body) if all(item.optional_vars is None for item in items):
             return _Statement([*items], blocks=[(body, set())])
         case _:
@@ -97,12 +99,12 @@ def left_behind(block: Sequence[ast.stmt], known: Set[str], left: Left, ends: Se
                 left.early.add(name.id)
         behind = list[set[str]]()
         for statements, names in told.blocks:
-            is_loop = isinstance(one, ast.For) and statements is one.body
+            is_loop = isinstance(one, ast.For | ast.While) and statements is one.body
             within = {*ends, ast.Continue, ast.Break} if is_loop else ends
             if isinstance(names := left_behind(statements, known | names, left, within), str):
                 return names
             behind.append(names)
-        if behind and not isinstance(one, ast.For):  # which may have no turn
+        if behind and not isinstance(one, ast.For | ast.While):  # which may have no turn
             known |= set.intersection(*behind)
         for target in told.targets:
             match target:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import dis
-import itertools
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -18,11 +17,10 @@ from autopar.trace.assigned import BLOCKS, Left, Seen, against, left_behind, of_
 from autopar.trace.conditions import SEVERAL, rest_of, wanted_of
 from autopar.trace.effects import effect_in, own_of
 from autopar.trace.reading import holds, tree_of
+from autopar.trace.statements import assignment, calls_of, is_name, is_root, may_end, nothing
 
 Kind = TypeVar("Kind", bound=ast.stmt)
 NOTHING = frozenset[str]()
-ROOTS = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Subscript, ast.Compare)  # what gives something new, if they do
-IN_TURN = ("sum", "max", "min", "any", "all", "map", "reduce", "list", "tuple", "sorted", "divmod")
 VALUE = ".value"  # a name that nobody has
 OF_A_FRAME = (ast.Continue, ast.Break, ast.Return, ast.Yield, ast.YieldFrom, ast.Await)
 ASKS_MORE = "its condition asks several things"
@@ -89,6 +87,9 @@ def body_of(code: CodeType, at: int) -> Body | str:
     for branch in _statements(function, ast.If):
         if holds(branch.test, place):
             return _of(branch, function, code, (opname, place))
+    for loop in _statements(function, ast.While):
+        if holds(loop.test, place):
+            return _of_loop(loop, loop, [], function, (opname, place))
     choices = [one for one in ast.walk(function) if isinstance(one, ast.IfExp) and holds(one.test, place)]
     if not choices:
         return NO_IF
@@ -150,8 +151,8 @@ def _of(branch: ast.If, function: ast.FunctionDef, code: CodeType, asks: tuple[s
     match branch.body:
         case [*ahead, ast.Continue()] if turn is not None:
             inside, other, truth, ends = turn, ahead, False, set[type]({ast.Continue})
-        case [*ahead, ast.Break()] if isinstance(loop, ast.For):  # all that it does then is as if in a branch
-            inside, other, truth, ends = [loop], ahead, False, set[type]({ast.Break})
+        case [*ahead, ast.Break()] if loop is not None:
+            return _of_loop(loop, branch, ahead, function, asks)
         case [*ahead, ast.Return(value)] if (rest := _behind_all(branch, function)) is not None:
             return _rest(branch, ahead, value, rest, function, code, asks)
         case _:
@@ -162,11 +163,29 @@ def _of(branch: ast.If, function: ast.FunctionDef, code: CodeType, asks: tuple[s
     if any(isinstance(part, OF_A_FRAME) for one in other for part in ast.walk(one)):
         return "it has an else that ends something"
     body = _body(inside, other, function, wanted, ends=ends)
+    return body if isinstance(body, str) else _asked_in(body, branch.test, branch.lineno, asks, truth)
+
+
+def _of_loop(
+    loop: ast.For | ast.While,
+    ends: ast.If | ast.While,
+    ahead: list[ast.stmt],
+    function: ast.FunctionDef,
+    asks: tuple[str, tuple[int, int]],
+) -> Body | str:
+    """All that a loop does behind a condition that `ends` it, in its next turns, too: as if in a branch. `ahead`: what
+    is done where it ends.
+    """
+    truth = ends is loop
+    wanted = wanted_of(ends.test, asks, truth)
+    if wanted is None:
+        return ASKS_MORE
+    if isinstance(loop, ast.While) and not may_end(loop, ends):
+        return "nothing but that ends the loop, and a program computes all turns: write `for _ in range(most):`"
+    body = _body([loop], ahead, function, wanted, ends={ast.Break})
     if isinstance(body, str):
         return body
-    breaks = ends == {ast.Break}
-    body = _asked_in(body, branch.test, inside[0].lineno if breaks else branch.lineno, asks, truth)
-    return replace(body, breaks=breaks)
+    return replace(_asked_in(body, ends.test, loop.lineno, asks, truth), breaks=True)
 
 
 def _behind(block: Sequence[ast.stmt], branch: ast.If | ast.For) -> list[ast.stmt] | None:
@@ -229,17 +248,17 @@ def _rest(
             return "it returns something, and the function nothing at its end, or the other way round"
         case (ast.Name() as name, ast.expr() as one):
             pairs = [(name, one)]
-        case (ast.Tuple(names), ast.Tuple(values)) if len(names) == len(values) and all(map(_is_name, names)):
+        case (ast.Tuple(names), ast.Tuple(values)) if len(names) == len(values) and all(map(is_name, names)):
             pairs = [*zip(names, values, strict=True)]
-        case (ast.expr() as given, ast.expr() as one) if _is_root(given):
-            pairs, gives = [(ast.Name(VALUE), one)], _root(code, given)
+        case (ast.expr() as given, ast.expr() as one) if is_root(given):
+            pairs, gives = [(ast.Name(VALUE), one)], calls_of(code, given)
         case _:
             return "the function returns neither names nor what a function of torch gives at its end"
-    other = [*ahead, *(_assigned(name.id, one) for name, one in pairs if isinstance(name, ast.Name))]
+    other = [*ahead, *(assignment(name.id, one) for name, one in pairs if isinstance(name, ast.Name))]
     if gives and given is not None:
-        inside = [*inside, _assigned(VALUE, given)]
+        inside = [*inside, assignment(VALUE, given)]
     elif not inside:
-        inside = [_nothing(last or branch)]
+        inside = [nothing(last or branch)]
     body = _body(inside, other, function, wanted, ends={ast.Return}, more=behind)
     if isinstance(body, str):
         return body
@@ -256,7 +275,7 @@ def _of_choice(
 ) -> Body | str:
     """`a if mask.any() else b`: that side is gone into whose value can be changed where it is computed."""
     sides = (True, choice.body, choice.orelse), (False, choice.orelse, choice.body)
-    found = [(truth, side, another) for truth, side, another in sides if _is_root(side)]
+    found = [(truth, side, another) for truth, side, another in sides if is_root(side)]
     if not found:
         return _of_names(choice, function, asks)
     for truth, side, another in found:
@@ -264,10 +283,10 @@ def _of_choice(
             continue
         if any(isinstance(part, ast.NamedExpr) for one in (side, another) for part in ast.walk(one)):
             return "it assigns a name there"
-        body = _body([_assigned(VALUE, side)], [_assigned(VALUE, another)], function, wanted, ends=set[type]())
+        body = _body([assignment(VALUE, side)], [assignment(VALUE, another)], function, wanted, ends=set[type]())
         if isinstance(body, str):
             return body
-        gives, until = _root(code, side), choice.end_lineno or 0
+        gives, until = calls_of(code, side), choice.end_lineno or 0
         body = replace(body, assigned=NOTHING, of_other=frozenset((VALUE,)), gives=gives, until=until)
         return _asked_in(body, choice.test, choice.lineno, asks, truth)
     return ASKS_MORE
@@ -281,7 +300,7 @@ def _of_names(choice: ast.IfExp, function: ast.FunctionDef, asks: tuple[str, tup
                 wanted = wanted_of(choice.test, asks, True)
                 if wanted is None:
                     return ASKS_MORE
-                body = _body([_nothing(one)], [_assigned(name, choice.orelse)], function, wanted, ends=set[type]())
+                body = _body([nothing(one)], [assignment(name, choice.orelse)], function, wanted, ends=set[type]())
                 if isinstance(body, str):
                     return body
                 names = frozenset((name,))
@@ -290,42 +309,6 @@ def _of_names(choice: ast.IfExp, function: ast.FunctionDef, asks: tuple[str, tup
             case _:
                 pass
     return "neither of the two is computed there"
-
-
-def _is_root(one: ast.expr) -> bool:
-    """Whether one operator of torch may give it: what Python computes by several has no place where it is whole."""
-    return isinstance(one, ROOTS) and not (
-        isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id in IN_TURN
-    )
-
-
-def _is_name(one: ast.expr) -> bool:
-    return isinstance(one, ast.Name)
-
-
-def _assigned(name: str, value: ast.expr) -> ast.stmt:
-    """A statement that stands where the value does."""
-    target = ast.copy_location(ast.Name(name, ast.Store()), value)
-    return ast.copy_location(ast.Assign([target], value), value)
-
-
-def _nothing(ahead_of: ast.stmt) -> ast.stmt:
-    at, column = ahead_of.lineno, ahead_of.col_offset
-    return ast.Pass(lineno=at, col_offset=column, end_lineno=at, end_col_offset=column)
-
-
-def _root(code: CodeType, part: ast.expr) -> frozenset[int]:
-    """Where code may be while it calls what gives the value of an expression: the last that it does for that."""
-    first, last = (part.lineno, part.col_offset), (part.end_lineno or 0, part.end_col_offset or 0)
-    found, end = list[dis.Instruction](), 0
-    for one, behind in itertools.pairwise(dis.get_instructions(code)):
-        at = one.positions
-        if at is None or at.lineno is None or "JUMP" in one.opname:
-            continue
-        if first <= (at.lineno, at.col_offset or 0) and (at.end_lineno or 0, at.end_col_offset or 0) <= last:
-            found, end = [*found[-1:], one], behind.offset
-    begins = [one.offset for one in found if one is found[-1] or one.opname == "PRECALL"]
-    return frozenset(range(begins[0], end, 2))  # with what CPython keeps behind an instruction
 
 
 def _body(

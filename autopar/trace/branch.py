@@ -53,7 +53,8 @@ class Branch:
         if self.frame is None:
             return True
         at = self.frame.f_lasti
-        is_again = not self.body.goes_over and at < self.reached  # in another turn of a loop around it
+        goes_over = self.body.goes_over or self.body.breaks
+        is_again = not goes_over and at < self.reached  # in another turn of a loop around it
         self.reached = max(self.reached, at)
         return self.body.first <= places_of(self.frame.f_code)[at // 2] < self.body.last and not is_again
 

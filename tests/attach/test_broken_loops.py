@@ -177,10 +177,60 @@ def has_an_else(model: Layers, x: Tensor) -> Tensor:
     return x.square().sum()
 
 
+def until_it_is_small(model: Layers, x: Tensor) -> Tensor:
+    z, turns = model.layers[0](x), 0
+    while z.norm() > 2 and turns < 5:
+        z = model.layers[1](z) * 0.5
+        turns += 1
+    return z.square().mean() * (turns + 1)
+
+
+def halting(model: Layers, x: Tensor) -> Tensor:
+    """Adaptive computation time: A. Graves, arXiv:1603.08983."""
+    halted, out, turns = x.new_zeros(len(x)), torch.zeros_like(x), 0
+    while turns < 5 and (halted < 1).any():
+        x = model.layers[0](x).tanh()
+        chance = torch.sigmoid(model.head(x)[:, 0])
+        goes_on = (halted + chance < 1).to(x.dtype)
+        halted = halted + chance * goes_on
+        out = out + x * (chance * goes_on)[:, None]
+        turns += 1
+    return out.square().mean()
+
+
+def for_ever_but(model: Layers, x: Tensor) -> Tensor:
+    z, turns = torch.zeros_like(x), 0
+    while True:
+        new = torch.tanh(model.layers[0](z) + x)
+        turns += 1
+        if (new - z).norm() < 1:
+            break
+        z = new
+        if turns >= 6:
+            break
+    return z.square().mean() * turns
+
+
+def while_with_an_else(model: Layers, x: Tensor) -> Tensor:
+    z, turns = torch.zeros_like(x), 0
+    while turns < 4:
+        z = torch.tanh(model.layers[0](z) + x)
+        turns += 1
+        if z.mean() > 0.1:
+            break
+    else:
+        z = z * 2
+    return z.square().mean()
+
+
 FORMS = [
     fixed_point, with_its_last_value, sinkhorn, early_exit, of_all_exits, of_each_row, by_two_conditions,
     within_a_branch, in_a_method, returns_in_it, returns_names, returns_in_two,
     has_an_else,
+    until_it_is_small,
+    halting,
+    for_ever_but,
+    while_with_an_else,
 ]  # fmt: skip
 
 
@@ -226,6 +276,12 @@ def returns_in_a_while(model: Layers, x: Tensor) -> Tensor:
     return x
 
 
+def nothing_else_ends_it(model: Layers, x: Tensor) -> Tensor:
+    while x.norm() > 1:
+        x = model.layers[0](x) * 0.1
+    return x.sum()
+
+
 def goes_on_for_ever(model: Layers, x: Tensor) -> Tensor:
     for _ in itertools.count():
         x = model.layers[0](x).tanh() * 0.5
@@ -243,7 +299,7 @@ def not_assigned_ahead(model: Layers, x: Tensor) -> Tensor:
     return behind.square().sum()
 
 
-@pytest.mark.parametrize("form", [returns_in_a_while, goes_on_for_ever, not_assigned_ahead])
+@pytest.mark.parametrize("form", [returns_in_a_while, nothing_else_ends_it, goes_on_for_ever, not_assigned_ahead])
 def test_what_is_refused(one: DeviceMesh, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branches, "MOST_TURNS", 8)
     with pytest.raises(TraceError, match=f"which way forward goes depends on values.*{form.__name__}|{__file__}"):
