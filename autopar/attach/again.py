@@ -139,7 +139,8 @@ class Before:
         """Inside, the module is as the call found it. Raises RuntimeError where it is not the same in other ways;
         `for_what`: it runs again now.
         """
-        with torch.enable_grad(), self.prepared.hooks.back(self.hooks), self._standing(), undrawn(self.outside):
+        hooks, buffers = self.prepared.hooks.back(self.hooks), self._buffers_of(self.prepared)
+        with torch.enable_grad(), hooks, buffers, self._standing(), undrawn(self.outside):
             given = self.call.tensors if self.prepared.asks else ()
             if (changed := self.prepared.fits(given)) is not None:
                 raise RuntimeError(f"{for_what}, but since its forward {changed}; change it behind backward")
@@ -152,18 +153,26 @@ class Before:
         """What that program reads, of what there was."""
         state = self.state
         counted, state.drawing_calls = state.drawing_calls, self.drawn
-        values = {name: slot[0][slot[1]] for name, slot in full.buffers.items()}
-        for name, value in self.buffers.items():
-            full.buffers[name][0][full.buffers[name][1]] = value
         try:
-            with self._standing(), undrawn(self.outside):
+            with self._buffers_of(full), self._standing(), undrawn(self.outside):
                 made = step_of(state, full, call)
         finally:
             state.drawing_calls = counted
-            for name, (tensors, leaf) in full.buffers.items():
-                tensors[leaf] = values[name]
         made.states = self.states
         return made
+
+    @contextlib.contextmanager
+    def _buffers_of(self, prepared: Prepared) -> Iterator[None]:
+        """Inside, those that the call has written to, and are known, are as it found them."""
+        values = {name: tensors[leaf] for name, (tensors, leaf) in prepared.buffers.items()}
+        for name, value in self.buffers.items():
+            tensors, leaf = prepared.buffers[name]
+            tensors[leaf] = value
+        try:
+            yield
+        finally:
+            for name, (tensors, leaf) in prepared.buffers.items():
+                tensors[leaf] = values[name]
 
 
 def with_every_tangent(before: Before) -> Callable[[], tuple[Runner, Step]]:

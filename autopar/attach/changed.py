@@ -44,18 +44,21 @@ def write_back(call: Call, changed: Mapping[int, int], leaves: Mapping[int, Any]
 
 def _check(call: Call, number: int) -> None:
     tensor, others = call.tensors[number], (*call.tensors[:number], *call.tensors[number + 1 :])
-    if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"forward changes an argument {list(tensor.shape)} in place that is a leaf and requires grad, which torch "
-            "has not either: have forward clone it first"
-        )
+    told = f"forward changes an argument {list(tensor.shape)} in place"
+    if tensor.requires_grad and torch.is_grad_enabled() and (tensor.is_leaf or tensor.retains_grad):
+        what = "is a leaf and requires grad" if tensor.is_leaf else "retains its gradient"
+        raise RuntimeError(f"{told} that {what}, which a program does not: have forward clone it first")
     if isinstance(tensor, DTensor):
         raise TraceError(
-            f"forward changes an argument {list(tensor.shape)} in place, which is a DTensor in this call, and a "
-            "program writes to none: have forward clone it first"
+            f"{told}, which is a DTensor in this call, and a program writes to none: have forward clone it first"
+        )
+    if not tensor.is_contiguous():
+        raise TraceError(
+            f"{told} that lies in another order than that of its dims, or with gaps, where views and copies are others "
+            "than in a program: pass x.contiguous(), or have forward clone it first"
         )
     if any(has_storage(one) and storage_of(one) == storage_of(tensor) for one in others):
         raise TraceError(
-            f"forward changes an argument {list(tensor.shape)} in place, which shares its memory with another argument "
-            "of this call, and a program would not see that: have forward clone it first"
+            f"{told}, which shares its memory with another argument of this call, and a program would not see that: "
+            "have forward clone it first"
         )

@@ -24,7 +24,8 @@ def check_saved(saved: Sequence[Any] | None, before: Sequence[tuple[int, int]]) 
     if saved is None:
         raise RuntimeError(
             "backward ran a second time through the same forward, what it needs is gone, and in micro-batches nothing "
-            "is kept: pass retain_graph=True the first time, or call the module again"
+            "is kept: pass retain_graph=True the first time, or call the module again, with a detach() of arguments "
+            "that an earlier call has changed in place"
         )
     if any(saved[place]._version != version for place, version in before):
         raise RuntimeError(

@@ -212,6 +212,11 @@ class Graph:
         """Parameter or input with a gradient -> the outputs whose gradients it is made of."""
         return self.begins_by(lambda node: node.operands)
 
+    @cached_property
+    def begins_without(self) -> dict[frozenset[str], dict[str, frozenset[str]]]:
+        """What is known of steps that do not take some branches (`autopar.ir.branches.begins_at`)."""
+        return {}
+
     def begins_by(self, reads: Callable[[Node], Sequence[Ref]]) -> dict[str, frozenset[str]]:
         """Likewise, where of each node these operands count."""
         found: dict[str, frozenset[str]] = {}

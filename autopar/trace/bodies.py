@@ -17,7 +17,7 @@ from autopar.trace.assigned import BLOCKS, Left, Seen, against, left_behind, of_
 from autopar.trace.conditions import SEVERAL, rest_of, wanted_of
 from autopar.trace.effects import effect_in, own_of
 from autopar.trace.reading import holds, tree_of
-from autopar.trace.statements import assignment, calls_of, is_name, is_root, may_end, nothing
+from autopar.trace.statements import assignment, calls_of, is_name, is_root, may_end, nothing, statements_in
 
 Kind = TypeVar("Kind", bound=ast.stmt)
 NOTHING = frozenset[str]()
@@ -297,6 +297,10 @@ def _of_names(choice: ast.IfExp, function: ast.FunctionDef, asks: tuple[str, tup
     for one in ast.walk(function):
         match one:
             case ast.Assign([ast.Name(name)], value) if value is choice:
+                ends = one.end_lineno, one.end_col_offset or 0
+                places = ((part.lineno, part.col_offset) for part in statements_in(function))
+                if any(place > ends and place[0] == ends[0] for place in places):
+                    return "another statement stands behind it in its line"
                 wanted = wanted_of(choice.test, asks, True)
                 if wanted is None:
                     return ASKS_MORE

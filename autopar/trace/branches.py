@@ -30,6 +30,7 @@ from autopar.trace.converted import Converted
 from autopar.trace.effects import added_to, effects_of
 from autopar.trace.entries import NO_BASE, NOT_AHEAD, Entry, entry_of, value_of
 from autopar.trace.gathered import Gathered, cut, items_of
+from autopar.trace.tracers import both_of, context_of, is_ours
 from autopar.trace.values import MISSING, SCALARS, is_installed, is_torchs
 
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
@@ -205,7 +206,7 @@ class Branches:
 
     def _goes_on(self, frame: FrameType, event: str, given: Any) -> Any:
         """Sees each line of the code that has asked, and lets names be what they are behind branches that it leaves."""
-        if _is_ours(before := self._watched[id(frame)][1]):
+        if is_ours(before := self._watched[id(frame)][1]):
             before(frame, event, given)
         self.tensors.write_through(contextlib.nullcontext())
         held, now = frame.f_locals, dict[str, Any]()
@@ -312,7 +313,7 @@ class Branches:
         TraceError where one of the user's leaves something behind that a branch would not.
         """
         own = self._sees_lines(frame, event)
-        return _both(own, self._traced(frame, event, given)) if _is_ours(self._traced) else own
+        return both_of(own, self._traced(frame, event, given)) if is_ours(self._traced) else own
 
     def _sees_lines(self, frame: FrameType, event: str) -> Any:
         code = frame.f_code
@@ -324,7 +325,7 @@ class Branches:
             self._clean.add(code)
             return None
         for branch in self.here():
-            adds, effects = added_to(code), effects_of(code)
+            adds, effects = added_to(code), effects_of(code, context_of(frame))
             lists = [one for one in adds if isinstance(frame.f_locals.get(one), (list, set, dict, deque, bytearray))]
             if lists:
                 self._raise(TraceError(_leaves(frame, branch, f"it adds to {lists[0]}")))
@@ -335,7 +336,9 @@ class Branches:
 
     def _runs(self, frame: FrameType, event: str, _: Any) -> Any:
         """Sees each line of code that may leave something behind. Raises TraceError where it does, in a branch."""
-        told = [one.told for one in effects_of(frame.f_code) if one.first <= frame.f_lineno <= one.last]
+        told = [
+            one.told for one in effects_of(frame.f_code, context_of(frame)) if one.first <= frame.f_lineno <= one.last
+        ]
         if told and event == "line" and (here := self.here()):
             self._raise(TraceError(_leaves(frame, here[0], told[0])))
         return self._runs
@@ -350,24 +353,6 @@ class Branches:
             frame.f_trace = before
         self._looks_on = False
         self._begun.clear(), self._watched.clear()
-
-
-def _is_ours(traces: Any) -> bool:
-    """Whether that sees lines for us, as where forward draws; debuggers, and what measures coverage, take turns."""
-    return str(getattr(traces, "__module__", "")).startswith("autopar.")
-
-
-def _both(one: Any, other: Any) -> Any:
-    """What sees the lines of a function for both, of which either may not want to."""
-    if one is None or other is None:
-        return other if one is None else one
-    wanted = [one, other]
-
-    def both(frame: FrameType, event: str, given: Any) -> Any:
-        wanted[:] = [sees and sees(frame, event, given) for sees in wanted]
-        return both
-
-    return both
 
 
 def _here(found: Callable[[CodeType, int], Body | str], frame: FrameType) -> Body | str:

@@ -134,7 +134,7 @@ def _picking(python: Callable[..., Any]) -> Callable[..., Any]:
 
     def function(*args: Any, **kwargs: Any) -> Any:
         given = [*args[0]] if len(args) == 1 else [*args]
-        if not kwargs and may_be_left_open(given):
+        if not kwargs and may_be_left_open(given, sys._getframe(1).f_code):
             return handle_torch_function(extreme, given, name, *given)
         given = [one.as_given() if isinstance(one, Number) else one for one in given]
         numbers = [one for one in given if isinstance(one, Number)]

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from autopar._compat import pytree
+from autopar.errors import TraceError
 from autopar.trace.calls import flatten_inputs
 
 OF_LEAVES = "requires grad is being used in an in-place"  # torch, of one of which a gradient is wanted
@@ -27,14 +28,22 @@ class ArgumentsChanged(Exception):
 
 @dataclass(frozen=True)
 class Arguments:
-    """Of one forward, by path; those of `paths` are copies. `versions`: as forward finds them."""
+    """Of one forward, by path; those of `paths` are copies. `versions`, shapes and strides as forward finds them."""
 
     tensors: Mapping[str, Tensor]
     versions: Mapping[str, int]
+    lie: Mapping[str, tuple[Any, ...]]
     paths: Set[str]
 
     def changed(self) -> dict[str, Tensor]:
         """The copies, behind forward. Raises ArgumentsChanged where it has changed other arguments."""
+        for path, one in self.tensors.items():
+            if (one.shape, one.stride()) != self.lie[path]:
+                raise TraceError(
+                    f"forward changes in place how its argument {path} lies (unsqueeze_, t_, resize_), from "
+                    f"{list(self.lie[path][0])} to {list(one.shape)}, and a program does not: have it make a view "
+                    "(unsqueeze, t), or clone the argument first"
+                )
         now = {path for path, one in self.tensors.items() if one._version != self.versions[path]}
         if now != self.paths:
             raise ArgumentsChanged(now)
@@ -56,4 +65,5 @@ def with_copies(
         leaves = [(path, leaf.clone() if path in paths else leaf) for path, leaf in leaves]
         args, kwargs = pytree.tree_unflatten([leaf for _, leaf in leaves], spec)
     tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
-    return args, {**kwargs}, Arguments(tensors, {path: one._version for path, one in tensors.items()}, paths)
+    lie = {path: (one.shape, one.stride()) for path, one in tensors.items()}
+    return args, {**kwargs}, Arguments(tensors, {path: one._version for path, one in tensors.items()}, lie, paths)

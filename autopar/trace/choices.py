@@ -13,7 +13,7 @@ from torch import Tensor
 from autopar.errors import TraceError
 from autopar.trace.bodies import VALUE
 from autopar.trace.branch import Branch
-from autopar.trace.converted import Converted, Merged
+from autopar.trace.converted import Converted
 from autopar.trace.gathered import Gathered
 from autopar.trace.lines import line_here
 from autopar.trace.values import MISSING
@@ -84,9 +84,7 @@ class Choices:
                     return self._tensors.chosen(torch.full_like(old, new), old, branch.truth)
             case Tensor(), Tensor() if (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device):
                 self._tensors.check(new, [branch])
-                made = self._tensors.chosen(new, old, branch.truth)
-                self._tensors.merged.append(Merged(made, new, old, branch.truth))
-                return made
+                return self._tensors.one_of(new, old, branch.truth)
             case _ if (number := self._number_of(new, old, branch.truth)) is not None:
                 return number
             case _:

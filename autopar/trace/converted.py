@@ -137,6 +137,12 @@ class Converted:
             is_new, is_old = self._counted(truth), self._counted(truth.logical_not())
             return torch.where(is_new, new, 0) + torch.where(is_old, old, 0)
 
+    def one_of(self, new: Tensor, old: Tensor, truth: Tensor) -> Tensor:
+        """`chosen`, and the same tensor: what is written to it is written to that, and the other way round."""
+        made = self.chosen(new, old, truth)
+        self.merged.append(Merged(made, new, old, truth))
+        return made
+
     def where_true(self, one: Tensor, truth: Tensor) -> Tensor:
         """The same where that is true, else zeros, and so with gradients."""
         with self._own_with_gradients(one):

@@ -41,15 +41,15 @@ class Effect:
 
 
 @lru_cache(maxsize=4096)
-def effects_of(code: CodeType) -> tuple[Effect, ...]:
-    """What a call of a function may leave behind."""
-    found = _found(code)
+def effects_of(code: CodeType, made: str | None = None) -> tuple[Effect, ...]:
+    """What a call of a function may leave behind. `made`: an argument that is of this call alone."""
+    found = functions_of(code)
     if not found:
         return (Effect(-inf, inf, "its source is not to be had"),)
-    return tuple(effect for one in found for effect in _effects_of(one))
+    return tuple(effect for one in found for effect in _effects_of(one, made))
 
 
-def _effects_of(one: ast.AST) -> Iterator[Effect]:
+def _effects_of(one: ast.AST, made: str | None) -> Iterator[Effect]:
     if isinstance(one, ast.Lambda):
         told = effect_in([one.body], frozenset())
         return iter(() if told is None else (Effect(-inf, inf, told),))
@@ -57,7 +57,11 @@ def _effects_of(one: ast.AST) -> Iterator[Effect]:
     own = own_of(one.body, {part.arg for part in ast.walk(one.args) if isinstance(part, ast.arg)})
     own |= {one.args.kwarg.arg} if one.args.kwarg is not None else frozenset()
     lines = _lines_of(one)
-    return (Effect(*lines.get(id(node), (-inf, inf)), told) for node, told in _effects_in(one.body, own))
+    return (
+        Effect(*lines.get(id(node), (-inf, inf)), told)
+        for node, told in _effects_in(one.body, own)
+        if made is None or not (isinstance(node, ast.Attribute) and ast.unparse(node.value) == made)
+    )
 
 
 def _lines_of(function: ast.FunctionDef) -> dict[int, tuple[float, float]]:
@@ -80,12 +84,12 @@ def _lines_of(function: ast.FunctionDef) -> dict[int, tuple[float, float]]:
 @lru_cache(maxsize=4096)
 def added_to(code: CodeType) -> frozenset[str]:
     """Arguments of a function that it adds to in place (`x += y`): a list would be another one for who calls it."""
-    adds = (part for one in _found(code) for part in ast.walk(one) if isinstance(part, ast.AugAssign))
+    adds = (part for one in functions_of(code) for part in ast.walk(one) if isinstance(part, ast.AugAssign))
     names = {part.target.id for part in adds if isinstance(part.target, ast.Name)}
     return frozenset(names & {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]})
 
 
-def _found(code: CodeType) -> list[ast.AST]:
+def functions_of(code: CodeType) -> list[ast.AST]:
     """A function in its file; several, where lambdas stand on one line; none without a file."""
     tree = tree_of(code.co_filename)
     return [one for one in ast.walk(tree) if _is_of(one, code)] if tree is not None else []

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import operator
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.trace.checks import Checks
+from autopar.trace.effects import functions_of
 from autopar.trace.lines import line_here
 
 IS_BEFORE: dict[str, Callable[[Any, Any], Any]] = {"max": operator.gt, "min": operator.lt}
@@ -19,13 +23,26 @@ NOT_FINITE = (
 )
 
 
-def may_be_left_open(given: Sequence[Any]) -> bool:
-    """Whether they are tensors of one value, shape and dtype, among numbers that these could be."""
+def may_be_left_open(given: Sequence[Any], code: CodeType) -> bool:
+    """Whether they are tensors of one value, shape and dtype, among numbers that these could be; and the code that asks
+    does not ask which object it gets.
+    """
     tensors = [one for one in given if isinstance(one, Tensor)]
     if len({(one.shape, one.dtype, one.device) for one in tensors}) != 1 or tensors[0].numel() != 1:
         return False
     kinds = (int, float) if tensors[0].is_floating_point() else (int,)
-    return tensors[0].dtype != torch.bool and all(isinstance(one, Tensor) or type(one) in kinds for one in given)
+    are_alike = all(isinstance(one, Tensor) or type(one) in kinds for one in given)
+    return tensors[0].dtype != torch.bool and are_alike and not _asks_which(code)
+
+
+@lru_cache(maxsize=1024)
+def _asks_which(code: CodeType) -> bool:
+    compared = (part for one in functions_of(code) for part in ast.walk(one) if isinstance(part, ast.Compare))
+    return any(
+        isinstance(order, ast.Is | ast.IsNot) and not any(isinstance(side, ast.Constant) for side in (one.left, other))
+        for one in compared
+        for order, other in zip(one.ops, one.comparators, strict=True)
+    )
 
 
 def extreme(name: str, *given: Any) -> Any:
@@ -47,5 +64,5 @@ def extreme_of_hidden(checks: Checks, name: str, *given: Any) -> Any:
         for left, is_left in ((one, truth.logical_not()), (best, truth)):
             if left.requires_grad:
                 checks.add(NOT_FINITE.format(name, line_here()), left.detach().isfinite().logical_not() & is_left)
-        best = checks.branches.tensors.chosen(one, best, truth)
+        best = checks.branches.tensors.one_of(one, best, truth)
     return best

@@ -47,7 +47,7 @@ from autopar.trace.sized import counted_now, of_values, takes_sizes, with_sizes
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
 from autopar.trace.taken import taken_out, takes_out
 from autopar.trace.values import is_torchs
-from autopar.trace.written_out import WRITTEN_OUT, copied, with_condition, with_limits
+from autopar.trace.written_out import copied, with_condition, with_limits, written_out
 
 REPLACED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__deepcopy__: copied,
@@ -171,15 +171,15 @@ class _Watch(TorchFunctionMode):
             self._refuse_what_is_not_traced(func, args, kwargs)
             args, kwargs = self._as_taken(func, args, kwargs)
             func = REPLACED.get(func, func)
-            is_data = func == DATA.__get__
-            if is_data:
+            if is_data := func == DATA.__get__:
                 func = torch.Tensor.detach  # the same, but that autograd sees what is written to it
             made = self.packing.answer(func, args) or kept_as_one(func, args, kwargs, self.checks)
             if (made := made or checked(func, args, kwargs, self.checks)) is not None:
                 with self:
                     found = made()
                 return self.checks.branches.given(found)
-            written = None if any(isinstance(leaf, Picked) for leaf in leaves) else WRITTEN_OUT.get(func)
+            are_rows = any(isinstance(leaf, Picked) for leaf in leaves)
+            written = None if are_rows else written_out(func, args, self.checks.branches)
             if (written := kept_as_loops(func, args) or written) is not None:
                 with self:
                     found = written(*args, **kwargs)

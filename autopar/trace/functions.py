@@ -100,8 +100,13 @@ def _applied(kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs:
 
 
 def _as_tensor(number: Any) -> Any:
-    """A number of each call (drawn, counted, or out of a tensor) as its backward may keep it; others are themselves."""
-    return number.tensor if isinstance(number, Number) else number
+    """A number of each call (drawn, counted, or out of a tensor) as its backward may keep it; others are themselves. A
+    truth is answered where that can be: it is there to choose by.
+    """
+    if not isinstance(number, Number) or number.tensor.dtype != torch.bool:
+        return number.tensor if isinstance(number, Number) else number
+    known = number.known()
+    return number.tensor if known is None else bool(known)
 
 
 def _is_plain(kind: type) -> bool:

@@ -78,9 +78,13 @@ class Number:
 
     def at_once(self, told: str) -> Any:
         """A number of Python where nothing else will do. Raises TraceError, which says `told`, where there is none."""
-        if (known := self._checks.known(self.tensor)) is None:
+        if (known := self.known()) is None:
             raise TraceError(f"{told}. {INSTEAD}")
         return known
+
+    def known(self) -> Any:
+        """What it is in calls of this program alone, where arguments or draws say so; else None."""
+        return self._checks.known(self.tensor)
 
     def of_two(self, name: str, other: Any, is_reversed: bool = False) -> Any:
         """`self name other`, of numbers or with a tensor; NotImplemented where it is something else."""

@@ -53,3 +53,8 @@ def calls_of(code: CodeType, part: ast.expr) -> frozenset[int]:
             found, end = [*found[-1:], one], behind.offset
     begins = [one.offset for one in found if one is found[-1] or one.opname == "PRECALL"]
     return frozenset(range(begins[0], end, 2))  # with what CPython keeps behind an instruction
+
+
+def statements_in(function: ast.FunctionDef) -> list[ast.stmt]:
+    """All of them, those in others, too."""
+    return [one for one in ast.walk(function) if isinstance(one, ast.stmt)]

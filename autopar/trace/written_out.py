@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -91,7 +91,35 @@ def with_limits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return args[:1], {name: limit(value) if name in ("min", "max") else value for name, value in limits.items()}
 
 
-WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
+def filled(tensor: Tensor, mask: Tensor, value: float) -> None:
+    """`labels[labels == pad] = -100` as what is done row by row."""
+    tensor.masked_fill_(mask.reshape(*mask.shape, *(1 for _ in tensor.shape[mask.ndim :])), value)
+
+
+def is_filled(args: Sequence[Any]) -> bool:
+    """Whether `Tensor.__setitem__` of these is `filled`."""
+    if type(args[2]) not in (int, float) or not isinstance(args[0], Tensor) or not isinstance(args[1], Tensor):
+        return False
+    tensor, mask, value = args
+    is_whole = mask.ndim > 0 and mask.dtype == torch.bool and mask.shape == tensor.shape[: mask.ndim]
+    return is_whole and (isinstance(value, int) or tensor.is_floating_point())
+
+
+def allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
+    """`torch.allclose`, as a number of each call."""
+    return torch.isclose(input, other, rtol, atol, equal_nan).all().item()
+
+
+def equal(input: Tensor, other: Tensor) -> Any:
+    """`torch.equal`, likewise."""
+    return input.shape == other.shape and (input == other).all().item()
+
+
+WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+    torch.allclose: allclose,
+    Tensor.allclose: allclose,
+    torch.equal: equal,
+    Tensor.equal: equal,
     functional.gaussian_nll_loss: gaussian_nll_loss,
     torch.combinations: combinations,
     torch.cosine_similarity: cosine_similarity,
@@ -101,6 +129,13 @@ WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     Tensor.__ilshift__: Tensor.bitwise_left_shift_,
     Tensor.__irshift__: Tensor.bitwise_right_shift_,
 }
+
+
+def written_out(func: Any, args: Sequence[Any], branches: Any) -> Callable[..., Any] | None:
+    """What gives what `func` gives, where it is one of these."""
+    if func is Tensor.__setitem__:  # in a branch rows are guarded
+        return filled if is_filled(args) and not branches.here() else None
+    return WRITTEN_OUT.get(func)
 
 
 def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-from autopar.errors import CheckFailed
+from autopar.errors import CheckFailed, TraceError
 from tests.processes.compare import same_gradients
 
 ROWS, WIDTH, CALLS = 6, 4, 8
@@ -62,7 +62,24 @@ def in_a_branch(model: Layer, x: Tensor) -> Tensor:
     return h.sum()
 
 
-FORMS = [larger_loss, of_a_list, beside_numbers, from_a_first_one, of_counts, of_what_is_known, in_a_branch]
+def written_behind_it(model: Layer, x: Tensor) -> Tensor:
+    first, second = model.first(x).mean(), model.second(x).mean()
+    loss = max(first, second)
+    loss += 1.0
+    second *= 2
+    return loss * 3 + first * 5 + second
+
+
+FORMS = [
+    written_behind_it,
+    larger_loss,
+    of_a_list,
+    beside_numbers,
+    from_a_first_one,
+    of_counts,
+    of_what_is_known,
+    in_a_branch,
+]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
@@ -86,3 +103,28 @@ def test_what_is_not_taken_may_not_spoil_gradients(one: DeviceMesh) -> None:
     parallel(torch.ones(ROWS, WIDTH)).backward()
     with pytest.raises(CheckFailed, match=r"does not take of max\(\.\.\) at .*is not finite in this call"):
         parallel(torch.zeros(ROWS, WIDTH).requires_grad_())
+
+
+def which_one(model: Layer, x: Tensor) -> Tensor:
+    first, second = model.first(x).mean(), model.second(x).mean()
+    best = max(first, second)
+    return best * 10 if best is second else best
+
+
+def test_whoever_asks_which_one_it_is_is_refused(one: DeviceMesh) -> None:
+    with pytest.raises(TraceError, match=r"which way forward goes depends on values at .*best = max"):
+        autopar.compile(Layer(which_one), one)(torch.randn(ROWS, WIDTH))
+
+
+def test_the_one_that_is_not_taken_has_no_second_gradient(one: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = Layer(larger_loss).double()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for _ in range(4):
+        x = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+        for model in (plain, parallel):
+            model.zero_grad()
+            loss = model(x)
+            (by_x,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + by_x.square().sum()).backward()
+        same_gradients(plain, parallel)

@@ -179,6 +179,42 @@ class OfNumbers(nn.Module):
         return Scaled.apply(h, scale, 2).square().mean()
 
 
+class Chosen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flag: bool) -> Tensor:  # type: ignore[override]
+        ctx.flag = flag
+        return x * 2 if flag else x * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient if ctx.flag else -gradient, None
+
+
+class InABranch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = Chosen.apply(self.inner(x), random.random() < 0.5)
+        if h.mean() > 0:
+            h = Scaled.apply(h, 0.5, 2)
+        return h.square().mean()
+
+
+def test_they_may_be_applied_in_branches_and_choose_by_draws(one: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = InABranch()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for number in range(6):
+        x = torch.randn(4, 6)
+        for model in (plain, parallel):
+            model.zero_grad()
+            random.seed(number)
+            model(x).backward()
+        same_gradients(plain, parallel)
+
+
 @pytest.mark.parametrize("what", ["drawn", "counted", "taken out"])
 def test_a_backward_may_keep_a_number_of_each_call(one: DeviceMesh, what: str) -> None:
     torch.manual_seed(0)

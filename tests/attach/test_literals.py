@@ -224,3 +224,48 @@ def test_masks_of_numpys_are_no_secret(one: DeviceMesh, does: Callable[[Tensor],
             random.seed(number)
             model(x).backward()
         same_gradients(plain, parallel)
+
+
+def test_a_flag_that_forward_sets_does_not_keep_a_step_from_being_planned_again(one: DeviceMesh) -> None:
+    """As codebooks do that begin with the first batch: a gradient arrives for an output beside the loss."""
+
+    class Started(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4).double()
+            self.register_buffer("started", torch.tensor(False))
+            self.register_buffer("center", torch.zeros(4, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.linear(x)
+            if not self.started:
+                self.center.copy_(h.detach().mean(0))
+                self.started.fill_(True)
+            return h, (h - self.center).square().mean()
+
+    plain = Started()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for _ in range(3):
+        x = torch.randn(5, 4, dtype=torch.float64)
+        for model in (plain, parallel):
+            model.zero_grad()
+            h, loss = model(x)
+            (loss + h.square().mean()).backward()
+        same_gradients(plain, parallel)
+        assert torch.equal(plain.started, parallel.started)
+        torch.testing.assert_close(parallel.center, plain.center, rtol=1e-12, atol=0.0)
+
+
+def stops(x: Tensor) -> Tensor:
+    center = x.detach().mean(0)
+    for _ in range(4):
+        new = (center + x.mean(0)) / 2
+        if torch.allclose(new, center, atol=0.05) or torch.equal(new, center):
+            break
+        center = new
+    return center * x
+
+
+def test_allclose_is_a_question_as_others_are(one: DeviceMesh) -> None:
+    plain = Model(stops)
+    both_backward(plain, autopar.compile(copy.deepcopy(plain), one), torch.randn(5, 4, dtype=torch.float64))

@@ -186,8 +186,16 @@ def test_what_cannot_be_changed_is_refused_and_stays(one: DeviceMesh) -> None:
     x, y = given(0)
     parallel(*given(0))
     before, leaf = x.clone(), given(0)[0].requires_grad_()
+    retained = leaf * 1
+    retained.retain_grad()
     refused: list[tuple[Any, type[Exception], str]] = [
         ((leaf, y), RuntimeError, r"an argument \[8, 4\] in place that is a leaf and requires grad"),
+        ((retained, y), RuntimeError, r"an argument \[8, 4\] in place that retains its gradient"),
+        (
+            (torch.randn(4, 8, dtype=x.dtype).t(), y),
+            TraceError,
+            "lies in another order than that of its dims, or with gaps",
+        ),
         ((x, x), TraceError, r"\[8, 4\] in place, which shares its memory with another argument"),
         ((x, x[0]), TraceError, "shares its memory with another argument of this call"),
         ((DTensor.from_local(x, one, [Replicate()]), y), TraceError, "which is a DTensor in this call.*clone it first"),
@@ -196,3 +204,32 @@ def test_what_cannot_be_changed_is_refused_and_stays(one: DeviceMesh) -> None:
         with pytest.raises(kind, match=told):
             parallel(*arguments)
     assert torch.equal(x, before) and torch.equal(leaf.detach(), before)
+
+
+@pytest.mark.parametrize("name", ["unsqueeze_", "t_"])
+def test_another_shape_is_refused(one: DeviceMesh, name: str) -> None:
+    def reshaped(model: Layer, x: Tensor, y: Tensor) -> Tensor:
+        getattr(x, name)(*([0] if name == "unsqueeze_" else []))
+        return x.square().mean() * model.token.sum()
+
+    with pytest.raises(TraceError, match=r"changes in place how its argument \['x'\] lies"):
+        autopar.compile(Layer(reshaped).double(), one)(*given(0))
+
+
+def left_out(model: Layer, x: Tensor, y: Tensor) -> Tensor:
+    y[y == 0] = -100
+    x[x > 1] = 0
+    return functional.cross_entropy(model.linear(x), y)
+
+
+def test_labels_that_are_left_out_in_micro_batches(one: DeviceMesh) -> None:
+    plain = Layer(left_out).double()
+    parallel = autopar.compile(copy.deepcopy(plain), one, micro_batches=2)
+    for number in range(CALLS):
+        found = list[list[Tensor]]()
+        for model in (plain, parallel):
+            model.zero_grad()
+            found.append(outcome(model, *given(number)))
+        for wanted, ours in zip(*found, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-14)
+        same_gradients(plain, parallel)
