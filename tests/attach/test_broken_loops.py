@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar
 from autopar import TraceError
 from autopar.trace import branches
-from tests.processes.compare import same_gradients
+from tests.support.stepping import penalise_alike, train_alike
 
 ROWS, WIDTH, CALLS = 6, 4, 6
 Form = Callable[["Layers", Tensor], Tensor]
@@ -238,18 +238,8 @@ FORMS = [
 def test_they_end_where_they_do_on_one_process(one: DeviceMesh, form: Form) -> None:
     torch.manual_seed(0)
     plain = Layers(form).double()
-    parallel, ended = autopar.compile(copy.deepcopy(plain), one), set[float]()
-    for number in range(CALLS):
-        x, found = torch.randn(ROWS, WIDTH, dtype=torch.float64) * (0.3 + number / 3), list[Tensor]()
-        for model in (plain, parallel):
-            model.zero_grad()
-            loss = model(x)
-            loss.backward()
-            found.append(loss.detach())
-        torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
-        same_gradients(plain, parallel)
-        ended.add(float(found[0]))
-    assert len(ended) == CALLS
+    batches = [torch.randn(ROWS, WIDTH, dtype=torch.float64) * (0.3 + number / 3) for number in range(CALLS)]
+    assert len({*train_alike(plain, autopar.compile(copy.deepcopy(plain), one), batches)}) == CALLS
 
 
 def test_what_a_loop_has_not_got_to_has_no_gradient(one: DeviceMesh) -> None:
@@ -257,13 +247,7 @@ def test_what_a_loop_has_not_got_to_has_no_gradient(one: DeviceMesh) -> None:
     plain = Layers(early_exit).double()
     parallel, idle = autopar.compile(copy.deepcopy(plain), one), set[int]()
     for _ in range(4 * CALLS):
-        x = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
-        for model in (plain, parallel):
-            model.zero_grad()
-            loss = model(x)
-            (by_x,) = torch.autograd.grad(loss, x, create_graph=True)
-            (loss + by_x.square().sum()).backward()
-        same_gradients(plain, parallel)
+        penalise_alike(plain, parallel, [torch.randn(ROWS, WIDTH, dtype=torch.float64)])
         idle.add(sum(layer.weight.grad is None for layer in plain.layers))
     assert len(idle) > 1
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import autopar
 from tests.processes.compare import same_gradients
+from tests.support.stepping import penalise_alike, train_alike
 
 CALLS, ROWS, WIDTH = 8, 6, 4
 
@@ -201,14 +202,7 @@ def test_layers_that_are_skipped_by_chance_in_micro_batches(one: DeviceMesh) -> 
     torch.manual_seed(0)
     plain = Layers(residual).double()
     parallel = autopar.compile(copy.deepcopy(plain), one, micro_batches=2)
-    for number in range(CALLS):
-        x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
-        for model in (plain, parallel):
-            model.zero_grad()
-            random.seed(number)
-            loss = model(x)
-            loss.backward()
-        same_gradients(plain, parallel)
+    train_alike(plain, parallel, [torch.randn(ROWS, WIDTH, dtype=torch.float64) for _ in range(CALLS)])
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
@@ -277,14 +271,6 @@ def test_a_layer_of_a_branch_that_is_not_taken_has_no_second_gradient_either(
     plain = Layers(form).double()
     parallel, idle = autopar.compile(copy.deepcopy(plain), one), set[bool]()
     for number in range(CALLS):
-        torch.manual_seed(number)
-        x = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
-        for model in (plain, parallel):
-            model.zero_grad()
-            random.seed(number)
-            loss = model(x)
-            (by_x,) = torch.autograd.grad(loss, x, create_graph=True)
-            (loss + by_x.square().sum()).backward()
-        same_gradients(plain, parallel)
+        penalise_alike(plain, parallel, [torch.randn(ROWS, WIDTH, dtype=torch.float64)], number)
         idle |= {parameter.grad is None for parameter in plain.parameters()}
     assert idle == {False, True}

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
 from autopar.errors import CheckFailed, TraceError
-from tests.processes.compare import same_gradients
+from tests.support.stepping import penalise_alike, train_alike
 
 ROWS, WIDTH, CALLS = 6, 4, 8
 
@@ -86,16 +86,8 @@ FORMS = [
 def test_they_are_those_of_one_process(one: DeviceMesh, form: Callable[[Layer, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     plain = Layer(form).double()
-    parallel = autopar.compile(copy.deepcopy(plain), one)
-    for _ in range(CALLS):
-        x, found = torch.randn(ROWS, WIDTH, dtype=torch.float64), list[Tensor]()
-        for model in (plain, parallel):
-            model.zero_grad()
-            loss = model(x)
-            loss.backward()
-            found.append(loss.detach())
-        torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
-        same_gradients(plain, parallel)
+    batches = [torch.randn(ROWS, WIDTH, dtype=torch.float64) for _ in range(CALLS)]
+    train_alike(plain, autopar.compile(copy.deepcopy(plain), one), batches)
 
 
 def test_what_is_not_taken_may_not_spoil_gradients(one: DeviceMesh) -> None:
@@ -119,12 +111,5 @@ def test_whoever_asks_which_one_it_is_is_refused(one: DeviceMesh) -> None:
 def test_the_one_that_is_not_taken_has_no_second_gradient(one: DeviceMesh) -> None:
     torch.manual_seed(0)
     plain = Layer(larger_loss).double()
-    parallel = autopar.compile(copy.deepcopy(plain), one)
-    for _ in range(4):
-        x = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
-        for model in (plain, parallel):
-            model.zero_grad()
-            loss = model(x)
-            (by_x,) = torch.autograd.grad(loss, x, create_graph=True)
-            (loss + by_x.square().sum()).backward()
-        same_gradients(plain, parallel)
+    batches = [torch.randn(ROWS, WIDTH, dtype=torch.float64) for _ in range(4)]
+    penalise_alike(plain, autopar.compile(copy.deepcopy(plain), one), batches)

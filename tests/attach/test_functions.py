@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar
 from autopar.errors import TraceError
 from tests.processes.compare import LOSS, both_backward, near, same_gradients, same_steps
+from tests.support.stepping import train_alike
 
 
 class Reverse(torch.autograd.Function):
@@ -205,28 +206,14 @@ class InABranch(nn.Module):
 def test_they_may_be_applied_in_branches_and_choose_by_draws(one: DeviceMesh) -> None:
     torch.manual_seed(0)
     plain = InABranch()
-    parallel = autopar.compile(copy.deepcopy(plain), one)
-    for number in range(6):
-        x = torch.randn(4, 6)
-        for model in (plain, parallel):
-            model.zero_grad()
-            random.seed(number)
-            model(x).backward()
-        same_gradients(plain, parallel)
+    train_alike(plain, autopar.compile(copy.deepcopy(plain), one), [torch.randn(4, 6) for _ in range(6)])
 
 
 @pytest.mark.parametrize("what", ["drawn", "counted", "taken out"])
 def test_a_backward_may_keep_a_number_of_each_call(one: DeviceMesh, what: str) -> None:
     torch.manual_seed(0)
     plain = OfNumbers(what)
-    parallel = autopar.compile(copy.deepcopy(plain), one)
-    for number in range(4):
-        x = torch.randn(4, 6)
-        for model in (plain, parallel):
-            model.zero_grad()
-            random.seed(number)
-            model(x).backward()
-        same_gradients(plain, parallel)
+    train_alike(plain, autopar.compile(copy.deepcopy(plain), one), [torch.randn(4, 6) for _ in range(4)])
 
 
 def test_autocast_with_a_backward_of_its_own_is_refused(one: DeviceMesh) -> None:

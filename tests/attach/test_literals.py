@@ -18,6 +18,7 @@ from autopar.errors import CheckFailed
 from autopar.trace.beside import Beside
 from autopar.trace.literals import Literals
 from tests.processes.compare import both_backward, same_gradients
+from tests.support.stepping import train_alike
 
 
 class Model(nn.Module):
@@ -216,14 +217,8 @@ def asked(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("does", [by_a_tensor_of_it, by_itself, written_to_behind_that, asked])
 def test_masks_of_numpys_are_no_secret(one: DeviceMesh, does: Callable[[Tensor], Tensor]) -> None:
     plain = Model(does)
-    parallel = autopar.compile(copy.deepcopy(plain), one)
-    for number in range(6):
-        x = torch.randn(5, 4, dtype=torch.float64)
-        for model in (plain, parallel):
-            model.zero_grad()
-            random.seed(number)
-            model(x).backward()
-        same_gradients(plain, parallel)
+    batches = [torch.randn(5, 4, dtype=torch.float64) for _ in range(6)]
+    train_alike(plain, autopar.compile(copy.deepcopy(plain), one), batches)
 
 
 def test_a_flag_that_forward_sets_does_not_keep_a_step_from_being_planned_again(one: DeviceMesh) -> None:
