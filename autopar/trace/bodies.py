@@ -177,6 +177,8 @@ def _of_loop(
     is done where it ends.
     """
     truth = ends is loop
+    if truth and loop.orelse:
+        return "the loop has an else, which is run then"
     wanted = wanted_of(ends.test, asks, truth)
     if wanted is None:
         return ASKS_MORE

@@ -266,6 +266,16 @@ def nothing_else_ends_it(model: Layers, x: Tensor) -> Tensor:
     return x.sum()
 
 
+def else_of_a_condition(model: Layers, x: Tensor) -> Tensor:
+    turns = 0
+    while x.norm() > 1 and turns < 4:
+        x = model.layers[0](x) * 0.5
+        turns += 1
+    else:
+        x = model.layers[1](x)
+    return x.sum()
+
+
 def goes_on_for_ever(model: Layers, x: Tensor) -> Tensor:
     for _ in itertools.count():
         x = model.layers[0](x).tanh() * 0.5
@@ -283,7 +293,9 @@ def not_assigned_ahead(model: Layers, x: Tensor) -> Tensor:
     return behind.square().sum()
 
 
-@pytest.mark.parametrize("form", [returns_in_a_while, nothing_else_ends_it, goes_on_for_ever, not_assigned_ahead])
+@pytest.mark.parametrize(
+    "form", [returns_in_a_while, nothing_else_ends_it, else_of_a_condition, goes_on_for_ever, not_assigned_ahead]
+)
 def test_what_is_refused(one: DeviceMesh, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branches, "MOST_TURNS", 8)
     with pytest.raises(TraceError, match=f"which way forward goes depends on values.*{form.__name__}|{__file__}"):
