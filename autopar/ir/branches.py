@@ -65,8 +65,11 @@ def _begins_at(graph: Graph, skipped: Set[str]) -> dict[str, frozenset[str]]:
 
 def _is_nothing(graph: Graph, node: Node, names: Sequence[str], closed: Set[str], nothing: Set[str]) -> bool:
     """Whether a node gives zeros that are guarded by a branch that is not taken, or products with such."""
-    if node.op == WHERE and names and names[0] in closed:
-        return names[-1] in nothing or _is_zero(graph.by_name[names[-1]])
+    if node.op == WHERE:
+        condition, *sides = names
+        sides = sides[-1:] if condition in closed else sides
+        is_guarded = condition in closed or not nothing.isdisjoint(sides)
+        return is_guarded and all(name in nothing or _is_zero(graph.by_name[name]) for name in sides)
     if node.op in PRODUCTS:
         return any(name in nothing for name in names)
     if node.op in OF_THE_FIRST or "_backward." in node.op:

@@ -25,6 +25,7 @@ from autopar.trace.drawn_arrays import Drawn
 from autopar.trace.drawn_objects import GENERATOR, among_objects
 from autopar.trace.lines import NUMPYS, caller, line_here
 from autopar.trace.numbers import Number
+from autopar.trace.numpys import is_array
 from autopar.trace.outside import states_outside, undrawn, unlike
 from autopar.trace.values import is_torchs
 
@@ -181,7 +182,7 @@ def _from_numpy(function: Callable[..., Any], array: Any) -> Any:
     """`torch.from_numpy`, of what is drawn too; of others by a function that is seen, and does the same."""
     if type(array) is Drawn:
         return array.shared()
-    return torch.as_tensor(array) if isinstance(array, np.ndarray) else function(array)
+    return torch.as_tensor(array) if is_array(array) else function(array)
 
 
 def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,6 +38,7 @@ from autopar.trace.looks import as_looks, looks_in
 from autopar.trace.masked import Picked, apply, rows_of
 from autopar.trace.modules import noted_on, registered, replace_tensors
 from autopar.trace.numbers import HangsOnValues, Number, with_numbers
+from autopar.trace.numpys import Arrays
 from autopar.trace.origins import Origins, tensors_in, writes_in_place
 from autopar.trace.packed import GIVEN_PACKED, LAYERS, Packing
 from autopar.trace.reads import Reads
@@ -101,7 +102,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
                 refuse_attributes(now, had)
                 refuse_modules(parts, dict(model.named_modules()), reads.modules)
                 watch.checks.branches.sees()
-                watch.reads_at.check(vars(returned))
+                watch.reads_at.check(vars(returned)), watch.arrays.check()
                 now_there = registered(model)
                 watch.literals.may_be_written([now[name] for name in values if now_there.get(name) is not now[name]])
             if any(isinstance(value, Picked) for value in pytree.tree_leaves(returned)):
@@ -132,17 +133,14 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, known: set[int], buffers: frozenset[int], notes: list[str], reads: Reads) -> None:
         super().__init__()
-        counting, self.outside = reads.counting, reads.outside
+        self.counting, self.beside, self.outside = reads.counting, reads.counting.beside, reads.outside
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
         self.checks = Checks(notes, reads.asked.arguments, self, (_Watch.__torch_function__, apply), Number)
-        self.literals = self.checks.literals = Literals(counting.beside)
+        self.literals = self.checks.literals = Literals(self.beside)
         self.origins = self.checks.origins = Origins(self.checks, reads.asked)
-        self.beside, self.counting = counting.beside, counting
-        self.packing = Packing(self.origins)
-        self.reads_at = ReadsAt()
+        self.packing, self.reads_at, self.arrays = Packing(self.origins), ReadsAt(), Arrays()
         self.results: list[Any] = []  # held, so that their ids stay theirs
-        self.taken = Taken()
-        self.uniform = set[int]()  # ids of what torch.rand drew
+        self.taken, self.uniform = Taken(), set[int]()  # ids of what torch.rand drew
         self.detached: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id; first itself
         self.data: dict[int, int] = {}  # id of what is detached -> id of what it is of
 
@@ -151,6 +149,7 @@ class _Watch(TorchFunctionMode):
             leaves = pytree.tree_leaves((args, kwargs))
             if any(isinstance(value, torch.Tensor) and self._is_from_outside(value) for value in leaves):
                 args, kwargs = self._without_gradient(func, args, kwargs or {})
+            args, kwargs = self.arrays.taken(func, args, kwargs, leaves)
             if any(type(value) is Drawn for value in leaves):
                 return self._called(of_drawn, (func, args, kwargs or {}), {})
             if func in (torch.autograd.backward, torch.Tensor.backward):
@@ -249,6 +248,7 @@ class _Watch(TorchFunctionMode):
         if is_data and id(args[0]) in self.known - self.registered:
             self.reads_at.read_data(result)
         self.counting.look(func, args, result)
+        self.arrays.made(func, args, result)
         self.reads_at.look(getattr(func, "__name__", ""), args, result)
         self.results.append(result)
         self.known |= set(map(id, tensors_in(result)))

@@ -21,6 +21,7 @@ from autopar.trace.asked import on_cpu
 from autopar.trace.beside import Beside
 from autopar.trace.formulas import Place
 from autopar.trace.lines import line_here
+from autopar.trace.numpys import is_array
 from autopar.trace.origins import PURE, tensors_in, writes_in_place
 from autopar.trace.rows import ELEMENTWISE
 from autopar.trace.values import SCALARS
@@ -178,7 +179,7 @@ class Literals:
         if isinstance(value, list) and value and all(isinstance(one, bool) for one in cast("list[Any]", value)):
             with outside_modes():
                 return torch.tensor(value)
-        if isinstance(value, np.ndarray) and value.dtype == bool and value.ndim:
+        if isinstance(value, np.ndarray) and is_array(value) and value.dtype == bool and value.ndim:
             with outside_modes():
                 return torch.from_numpy(value)
         if not isinstance(value, Tensor) or value.dtype != torch.bool or not value.ndim:
@@ -251,13 +252,15 @@ class Literals:
         return all(
             id(one) in self._known
             if isinstance(one, Tensor)
-            else isinstance(one, (*SCALARS, np.ndarray, slice, type(Ellipsis), type(None)))
+            else is_array(one) or isinstance(one, (*SCALARS, slice, type(Ellipsis), type(None)))
             for one in leaves
         )
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The function of what the tensors are, on the CPU: the device that they are for may not be there."""
         args, kwargs = pytree.tree_map_only(Tensor, lambda one: self._known[id(one)][1], (args, kwargs))
+        # What is written to is only here.
+        args, kwargs = pytree.tree_map(lambda one: one.copy() if is_array(one) else one, (args, kwargs))
         with outside_modes(), torch.no_grad():
             return on_cpu(func, args, kwargs)
 

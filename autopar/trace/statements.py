@@ -13,7 +13,11 @@ IN_TURN = ("sum", "max", "min", "any", "all", "map", "reduce", "list", "tuple", 
 
 def may_end(loop: ast.While, branch: ast.If | ast.While) -> bool:
     """Whether something else than that branch, whose condition is asked, may end a loop."""
-    if isinstance(loop.test, ast.BoolOp) or not (loop is branch or isinstance(loop.test, ast.Constant)):
+    if (
+        isinstance(loop.test, ast.BoolOp)
+        or isinstance(branch.test, ast.BoolOp)
+        or not (loop is branch or isinstance(loop.test, ast.Constant))
+    ):
         return True
     ends = (one for one in ast.walk(loop) if isinstance(one, ast.Break | ast.Return))
     return any(one is not branch.body[-1] for one in ends)

@@ -211,6 +211,16 @@ def for_ever_but(model: Layers, x: Tensor) -> Tensor:
     return z.square().mean() * turns
 
 
+def either_of_two(model: Layers, x: Tensor) -> Tensor:
+    turns = 0
+    while True:
+        x = model.layers[turns % 2](x).tanh()
+        turns += 1
+        if x.mean() > 0.1 or turns > 4:
+            break
+    return x.square().mean() * turns
+
+
 def while_with_an_else(model: Layers, x: Tensor) -> Tensor:
     z, turns = torch.zeros_like(x), 0
     while turns < 4:
@@ -230,6 +240,7 @@ FORMS = [
     until_it_is_small,
     halting,
     for_ever_but,
+    either_of_two,
     while_with_an_else,
 ]  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-from autopar.errors import CheckFailed
+from autopar.errors import CheckFailed, TraceError
 from autopar.trace.beside import Beside
 from autopar.trace.literals import Literals
 from tests.processes.compare import both_backward, same_gradients
@@ -202,11 +202,12 @@ def by_itself(x: Tensor) -> Tensor:
     return x[:, array()]
 
 
-def written_to_behind_that(x: Tensor) -> Tensor:
-    mask = np.zeros(4, bool)
-    there = torch.from_numpy(mask)
-    mask[2 * random.randrange(2)] = mask[1] = True
-    return x[:, there]
+def copied_and_written_to(x: Tensor) -> Tensor:
+    mask, weights, places = np.zeros(4, bool), np.ones(4), np.arange(2)
+    mask[2 * random.randrange(2)] = True
+    there, weighs = torch.tensor(mask), torch.tensor(weights)
+    mask[1], weights[1] = True, 2.0
+    return x[:, there] + x[:, places].sum(-1, keepdim=True) * weighs[1]
 
 
 def asked(x: Tensor) -> Tensor:
@@ -214,11 +215,33 @@ def asked(x: Tensor) -> Tensor:
     return x * 2 if mask[0] else x[:, ~mask]
 
 
-@pytest.mark.parametrize("does", [by_a_tensor_of_it, by_itself, written_to_behind_that, asked])
+@pytest.mark.parametrize("does", [by_a_tensor_of_it, by_itself, copied_and_written_to, asked])
 def test_masks_of_numpys_are_no_secret(one: DeviceMesh, does: Callable[[Tensor], Tensor]) -> None:
     plain = Model(does)
     batches = [torch.randn(5, 4, dtype=torch.float64) for _ in range(6)]
     train_alike(plain, autopar.compile(copy.deepcopy(plain), one), batches)
+
+
+def array_behind_a_tensor(x: Tensor) -> Tensor:
+    weights = np.ones(4)
+    weighs = torch.from_numpy(weights)
+    weights += 1
+    return x * weighs
+
+
+def tensor_of_an_array(x: Tensor) -> Tensor:
+    weights = np.ones(4)
+    weighs = torch.as_tensor(weights)
+    weighs.mul_(2)
+    return x * weighs * weights[0]
+
+
+@pytest.mark.parametrize("does", [array_behind_a_tensor, tensor_of_an_array])
+def test_memory_that_is_shared_with_numpys_may_not_be_written_to(
+    one: DeviceMesh, does: Callable[[Tensor], Tensor]
+) -> None:
+    with pytest.raises(TraceError, match=r"forward writes to .*, which share their memory.*torch\.tensor\(\.\.\)"):
+        autopar.compile(Model(does), one)(torch.randn(5, 4, dtype=torch.float64))
 
 
 def test_a_flag_that_forward_sets_does_not_keep_a_step_from_being_planned_again(one: DeviceMesh) -> None:
