@@ -109,7 +109,9 @@ def outcome(model: nn.Module, x: Tensor, y: Tensor, base: Tensor | None = None) 
     return [*(one.detach() for one in (*outputs, x, y, *held, *gradients)), same, torch.tensor(x.requires_grad)]
 
 
-@pytest.mark.parametrize("options", [{}, {"outputs": "sharded"}, {"inputs": "local"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"outputs": "sharded"}, marks=pytest.mark.slow), {"inputs": "local"}], ids=str
+)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_the_caller_has_what_forward_makes_of_them(
     one: DeviceMesh, form: Callable[..., Any], options: dict[str, Any]
