@@ -19,20 +19,15 @@ from autopar.trace.sharing import has_storage, storage_of
 def with_copies(call: Call, own: Call, changed: Mapping[int, int]) -> Call:
     """The call, of copies of what it changes, which stays as it is until `write_back`. `own`: as the caller made it,
     of a rank's own rows; `changed`: leaf of what forward gives -> place among the tensors of the call. Raises
-    TraceError where it cannot be changed alone; RuntimeError where torch would.
+    TraceError where it cannot be changed alone; RuntimeError where gradients stand against it.
     """
-    numbers = frozenset(changed.values())
-    for number in numbers:
-        _check(own, number)
     leaves, spec = pytree.tree_flatten((call.args, dict(sorted(call.kwargs.items()))))  # as `call.tensors` stand
-    count, tensors = 0, list[Tensor]()
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            leaves[place] = leaf.clone() if count in numbers else leaf
-            tensors.append(leaves[place])
-            count += 1
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for number in changed.values():
+        _check(own, number)
+        leaves[places[number]] = leaves[places[number]].clone()
     args, kwargs = pytree.tree_unflatten(leaves, spec)
-    return replace(call, args=args, kwargs=kwargs, tensors=tuple(tensors))
+    return replace(call, args=args, kwargs=kwargs, tensors=tuple(leaves[place] for place in places))
 
 
 def write_back(call: Call, changed: Mapping[int, int], leaves: Mapping[int, Any]) -> None:

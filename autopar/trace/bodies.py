@@ -150,7 +150,7 @@ def _of(branch: ast.If, function: ast.FunctionDef, code: CodeType, asks: tuple[s
     loop, turn = next(((one, rest) for one in loops if (rest := _behind(one.body, branch)) is not None), (None, None))
     match branch.body:
         case [*ahead, ast.Continue()] if turn is not None:
-            inside, other, truth, ends = turn, ahead, False, set[type]({ast.Continue})
+            inside, other, truth, ends = turn, ahead, False, {ast.Continue}
         case [*ahead, ast.Break()] if loop is not None:
             return _of_loop(loop, branch, ahead, function, asks)
         case [*ahead, ast.Return(value)] if (rest := _behind_all(branch, function)) is not None:

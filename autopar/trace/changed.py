@@ -27,24 +27,26 @@ class ArgumentsChanged(Exception):
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """Of one forward, by path; those of `paths` are copies. `versions`, shapes and strides as forward finds them."""
+class Copied:
+    """The arguments of one forward, by path; those of `paths` are copies. `had`: the version, shape and stride
+    of each as forward finds it.
+    """
 
     tensors: Mapping[str, Tensor]
-    versions: Mapping[str, int]
-    lie: Mapping[str, tuple[Any, ...]]
+    had: Mapping[str, tuple[Any, ...]]
     paths: Set[str]
 
     def changed(self) -> dict[str, Tensor]:
         """The copies, behind forward. Raises ArgumentsChanged where it has changed other arguments."""
         for path, one in self.tensors.items():
-            if (one.shape, one.stride()) != self.lie[path]:
+            _, *lay = self.had[path]
+            if lay != [one.shape, one.stride()]:
                 raise TraceError(
                     f"forward changes in place how its argument {path} lies (unsqueeze_, t_, resize_), from "
-                    f"{list(self.lie[path][0])} to {list(one.shape)}, and a program does not: have it make a view "
+                    f"{list(lay[0])} to {list(one.shape)}, and a program does not: have it make a view "
                     "(unsqueeze, t), or clone the argument first"
                 )
-        now = {path for path, one in self.tensors.items() if one._version != self.versions[path]}
+        now = {path for path, one in self.tensors.items() if one._version != self.had[path][0]}
         if now != self.paths:
             raise ArgumentsChanged(now)
         return {path: self.tensors[path] for path in sorted(now)}
@@ -58,12 +60,12 @@ class Arguments:
 
 def with_copies(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], paths: Set[str]
-) -> tuple[tuple[Any, ...], dict[str, Any], Arguments]:
+) -> tuple[tuple[Any, ...], dict[str, Any], Copied]:
     """The same arguments, with copies of those at `paths`, in containers of their own."""
     leaves, spec = flatten_inputs(args, kwargs)
     if paths:
         leaves = [(path, leaf.clone() if path in paths else leaf) for path, leaf in leaves]
         args, kwargs = pytree.tree_unflatten([leaf for _, leaf in leaves], spec)
     tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
-    lie = {path: (one.shape, one.stride()) for path, one in tensors.items()}
-    return args, {**kwargs}, Arguments(tensors, {path: one._version for path, one in tensors.items()}, lie, paths)
+    had = {path: (one._version, one.shape, one.stride()) for path, one in tensors.items()}
+    return args, {**kwargs}, Copied(tensors, had, paths)

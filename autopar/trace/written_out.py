@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autopar.trace.reshaped import beside
+
 
 def gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
@@ -93,7 +95,7 @@ def with_limits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 def filled(tensor: Tensor, mask: Tensor, value: float) -> None:
     """`labels[labels == pad] = -100` as what is done row by row."""
-    tensor.masked_fill_(mask.reshape(*mask.shape, *(1 for _ in tensor.shape[mask.ndim :])), value)
+    tensor.masked_fill_(beside(mask, tensor), value)
 
 
 def is_filled(args: Sequence[Any]) -> bool:
