@@ -23,7 +23,6 @@ OF_THE_WHOLE = {  # losses that make something of all rows that is no sum of ter
     "spread": "sub.Tensor",
     "logs of what is positive": "div.Tensor",
     "its inverse": "div.Tensor",
-    "set to a number": "index_put.default",
     "one of all rows": "_softmax.default",
     "spread over rows": "sub.Tensor",
     "batch norm": "sub.Tensor",
