@@ -1,4 +1,6 @@
-"""Arguments that forward changes in place (`autopar.trace.changed`), in a call."""
+"""Arguments that forward changes in place (`autopar.trace.changed`), or puts something into (`autopar.trace.given`), in
+a call.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.calls import Call
+from autopar.trace.given import GivenBack, Output, Rewritten, Theirs, let_hold, part_at, resolve, with_theirs
+from autopar.trace.outputs import Returned
 from autopar.trace.sharing import has_storage, storage_of
 
 
@@ -35,6 +39,30 @@ def write_back(call: Call, changed: Mapping[int, int], leaves: Mapping[int, Any]
     for leaf, number in changed.items():
         if leaves[leaf].dtype == call.tensors[number].dtype:  # of what was cast first the caller's stays as it is
             call.tensors[number].copy_(leaves[leaf])
+
+
+def outputs_of(call: Call, made: Returned) -> Any:
+    """What forward returns. Lets containers of the caller hold what it has put into them; where it returns one, that is
+    returned itself.
+    """
+    if not made.given:
+        return made.outputs
+    leaves, (args, kwargs) = pytree.tree_leaves(made.outputs), call.given
+
+    def theirs(at: tuple[Any, ...]) -> Any:
+        return part_at(args[at[0]] if isinstance(at[0], int) else kwargs[at[0]], at[1:])
+
+    def found(one: Any) -> Any:
+        return theirs(one.at) if isinstance(one, Theirs) else leaves[one.leaf] if isinstance(one, Output) else one
+
+    given_back = [(one.within, theirs(one.at)) for one in made.given if isinstance(one, GivenBack)]
+    held = [(theirs(one.at), resolve(found, dict(one.parts))) for one in made.given if isinstance(one, Rewritten)]
+    for container, parts in held:
+        let_hold(container, parts)
+    outputs = made.outputs
+    for within, container in given_back:
+        outputs = with_theirs(outputs, within, container)
+    return outputs
 
 
 def _check(call: Call, number: int) -> None:

@@ -24,7 +24,8 @@ class Call:
     """Arguments, named ones by name, so that both spellings of a call are one. `key`: equal for calls that one program
     serves: structure, shapes, dtypes, and the values of what is no tensor. `tensors`: in the order of `key`. `numbers`:
     path -> value of numbers that are part of the key, which but for them is `shape`. `derivatives`: of what forward
-    gives, those that are asked for in its place (`autopar.trace.derivatives.Derivative`).
+    gives, those that are asked for in its place (`autopar.trace.derivatives.Derivative`). `given`: the arguments in the
+    caller's own containers.
     """
 
     args: tuple[Any, ...]
@@ -34,6 +35,7 @@ class Call:
     shape: Hashable
     numbers: dict[str, int | float]
     derivatives: tuple[Any, ...] = ()
+    given: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Caller:
             )
         except TypeError as error:
             raise TypeError(f"the model's forward{self._signature} was called otherwise: {error}") from None
+        given = positional, named
         if self.varying:
             positional = tuple(self._as_tensors(one, f"[{place}]") for place, one in enumerate(positional))
             named = {name: self._as_tensors(one, f"['{name}']") for name, one in named.items()}
@@ -71,7 +74,9 @@ class Caller:
         shape = tuple(_key(one, f"[{place}]", reading) for place, one in enumerate(positional))
         shape += tuple((name, _key(named[name], f"['{name}']", reading)) for name in sorted(named))
         numbers = tuple((path, type(value), value) for path, value in reading.numbers.items())
-        return Call(positional, named, (shape, numbers), tuple(reading.tensors), shape, reading.numbers)
+        return Call(
+            positional, named, (shape, numbers), tuple(reading.tensors), shape, reading.numbers, given=given
+        )  # fmt: skip
 
     def by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same call with every argument that has a name passed by its name."""

@@ -24,7 +24,7 @@ from autopar.trace.counted import called
 from autopar.trace.derivatives import TANGENTS, Derivative, gradients_of
 from autopar.trace.drawn_arrays import refuse_kept
 from autopar.trace.formulas import Counted, with_plain_keys
-from autopar.trace.given import given_in, refuse_what_is_written
+from autopar.trace.given import GivenBack, Rewritten, given_in, rewritten
 from autopar.trace.independent import holds_fakes
 from autopar.trace.installed import hung_on, take_back
 from autopar.trace.left import is_kept, is_made
@@ -40,15 +40,17 @@ from autopar.trace.values import MISSING, copied
 class Returned:
     """What the traced forward gives: the model's own outputs, and tensors that it keeps as attributes of modules, or
     lists, tuples and dicts of some. `left`: what it writes elsewhere, as `autopar.trace.left.Left.writes`; `changed`:
-    what it makes of arguments in place, by path. `numbers`: which leaves of these are numbers to whoever calls;
-    `arrays`: which are arrays of numpy. `memory`: where they lie. `checks`: as `autopar.trace.checks.Checks.wrong`;
-    `taken`: of each of `autopar.trace.branches.Branches.taken` how many are true.
+    what it makes of arguments in place, by path; `given`: what containers among them hold then, and which of them it
+    returns. `numbers`: which leaves of these are numbers to whoever calls; `arrays`: which are arrays of numpy.
+    `memory`: where they lie. `checks`: as `autopar.trace.checks.Checks.wrong`; `taken`: of each of
+    `autopar.trace.branches.Branches.taken` how many are true.
     """
 
     outputs: Any
     kept: dict[tuple[str, str], Any]
     left: list[Any]
     changed: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    given: list[Rewritten | GivenBack] = field(default_factory=list[Rewritten | GivenBack])
     numbers: frozenset[int] = frozenset()
     arrays: frozenset[int] = frozenset()
     memory: Memory = NOWHERE
@@ -56,19 +58,23 @@ class Returned:
     taken: list[Tensor] = field(default_factory=list[Tensor])
 
     @property
+    def parts(self) -> list[Any]:
+        """What holds its leaves, in their order: first the model's own outputs."""
+        kept, changed, checks = ([*one.values()] for one in (self.kept, self.changed, self.checks))
+        return [self.outputs, kept, self.left, self.given, changed, checks, self.taken]
+
+    @property
     def beside(self) -> list[Any]:
         """The leaves that are no outputs of the model."""
-        return pytree.tree_leaves(
-            [[*self.kept.values()], self.left, [*self.changed.values()], [*self.checks.values()], self.taken]
-        )
+        return pytree.tree_leaves(self.parts[1:])
 
 
 def _together(parts: Any, names: Any) -> Returned:
-    outputs, kept, left, changed, holds, taken = parts
-    of_kept, of_checks, numbers, arrays, memory, _, of_changed = names
+    outputs, kept, left, given, changed, holds, taken = parts
+    of_kept, of_checks, numbers, arrays, memory, _, of_changed, _ = names
     by_name = (dict(zip(*one, strict=True)) for one in ((of_kept, kept), (of_changed, changed), (of_checks, holds)))
     kept, changed, checks = by_name
-    return Returned(outputs, kept, [*left], changed, numbers, arrays, memory, checks, [*taken])
+    return Returned(outputs, kept, [*left], changed, [*given], numbers, arrays, memory, checks, [*taken])
 
 
 def numbers_of(spec: pytree.TreeSpec) -> frozenset[int]:
@@ -97,6 +103,11 @@ def changed_of(spec: pytree.TreeSpec) -> dict[int, str]:
     return dict(enumerate(spec.context[6], given_and_kept(spec) - len(spec.context[6])))
 
 
+def rewrites(spec: pytree.TreeSpec) -> bool:
+    """Whether there is anything in `Returned.given`, likewise."""
+    return spec.context[7]
+
+
 def memory_of(spec: pytree.TreeSpec) -> Memory:
     """`Returned.memory`, likewise."""
     return spec.context[4]
@@ -105,8 +116,17 @@ def memory_of(spec: pytree.TreeSpec) -> Memory:
 pytree.register_pytree_node(
     Returned,
     lambda one: (
-        [one.outputs, [*one.kept.values()], one.left, [*one.changed.values()], [*one.checks.values()], one.taken],
-        ([*one.kept], [*one.checks], one.numbers, one.arrays, one.memory, len(one.taken), [*one.changed]),
+        one.parts,
+        (
+            [*one.kept],
+            [*one.checks],
+            one.numbers,
+            one.arrays,
+            one.memory,
+            len(one.taken),
+            [*one.changed],
+            bool(one.given),
+        ),
     ),
     _together,
     serialized_type_name="autopar.Returned",
@@ -170,12 +190,12 @@ def returning(
         _refuse_text([after for _, after, _ in reads.written.values()])
         kept_as = ((f"keeps in {called(place)}", after) for place, (_, after, _) in reads.written.items())
         refuse_kept([("returns", outputs), *kept_as])
-        refuse_what_is_written(given, outputs)
+        in_arguments = rewritten(given, outputs)
         kept = _kept(reads, modules)
         outputs = pytree.tree_map(
             lambda leaf: leaf, with_plain_keys(outputs)
         )  # they may be what is written to, which is undone now
-        made = _with_tensors(Returned(outputs, kept, reads.left.take(modules), theirs.changed()))
+        made = _with_tensors(Returned(outputs, kept, reads.left.take(modules), theirs.changed(), in_arguments))
         if not derivatives:
             return made
         return Returned(gradients_of(model, derivatives, made, arguments), {}, [])
