@@ -119,7 +119,7 @@ class Branches:
         held = frame.f_locals
         before = {name: held.get(name, MISSING) for name in body.assigned}
         for name, value in before.items():
-            if not self.choices.may_be(value) and name not in body.of_other:
+            if not self.choices.may_be_ahead(value) and name not in body.of_other:
                 return NO_TENSOR.format(name)
         lists: dict[str, Any] = {name: held.get(name) for name in body.appended}
         if name := next((name for name, one in lists.items() if type(one) not in (list, Gathered)), None):
@@ -242,8 +242,11 @@ class Branches:
         for key, one in [*reversed(self._begun.items())] if not within else ():
             if one.frame is frame and frame.f_lasti in one.body.gives:
                 del self._begun[key]
+                old = one.before[VALUE]
+                is_listed = isinstance(old, Tensor) and type(result) is list and len(result) == 1  # `functions.applied`
                 with self._mode:
-                    result = self.choices.of_two(VALUE, one, result, one.before[VALUE])
+                    made = self.choices.of_two(VALUE, one, result[0] if is_listed else result, old)
+                    result = [made] if is_listed else made
                     self._behind(one, None)
         return result
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from autopar.errors import TraceError
 from autopar.trace.bodies import VALUE
 from autopar.trace.branch import Branch
+from autopar.trace.closures import with_parts
 from autopar.trace.converted import Converted
 from autopar.trace.gathered import Gathered
 from autopar.trace.lines import line_here
@@ -85,18 +86,26 @@ class Choices:
             case Tensor(), Tensor() if (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device):
                 self._tensors.check(new, [branch])
                 return self._tensors.one_of(new, old, branch.truth)
+            case tuple(), tuple() if type(new) is type(old) and len(new) == len(old):
+                pairs = zip(new, old, strict=True)
+                return with_parts(new, [self.of_two(name, branch, *pair) for pair in pairs])
             case _ if (number := self._number_of(new, old, branch.truth)) is not None:
                 return number
             case _:
                 what = "what it goes on with" if name == VALUE else repr(name)
-                raise TraceError(ASSIGNS.format(what, branch.where, f"it is {_told(new)}, and else {_told(old)}"))
+                other = "another one" if _told(new) == _told(old) else _told(old)
+                raise TraceError(ASSIGNS.format(what, branch.where, f"it is {_told(new)}, and else {other}"))
 
     def _number_of(self, new: Any, old: Any, truth: Tensor) -> Any:
         are_both = all(self.may_be(one) and not isinstance(one, Tensor) for one in (new, old))
         return self._number.chosen(new, old, truth, self._checks) if are_both else None
 
-    def may_be(self, value: Any) -> bool:
+    def may_be_ahead(self, value: Any) -> bool:
         """Whether a name may be that ahead of a branch that assigns it."""
+        return all(map(self.may_be_ahead, value)) if isinstance(value, tuple) else self.may_be(value)
+
+    def may_be(self, value: Any) -> bool:
+        """Whether it is a tensor or a number."""
         return isinstance(value, (Tensor, int, float, self._number))
 
 

@@ -24,6 +24,7 @@ from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.ambient import autocast_state
 from autopar.trace.lines import line_here
+from autopar.trace.masked import Picked
 from autopar.trace.numbers import Number
 
 _LIBRARY = torch.library.Library("autopar_functions", "DEF")
@@ -85,6 +86,12 @@ def _applied(kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs:
         raise TraceError(
             f"{kind.__name__}{line_here()}, which has a backward of its own, is given a module or function, whose "
             "parameters a program would not train; call that without it"
+        )
+    if any(isinstance(leaf, Picked) for leaf in leaves):
+        raise TraceError(
+            f"{kind.__name__}{line_here()} has a backward of its own, and is given rows that values pick, as many as "
+            "each call has, which a program computes on all rows; apply it to all rows and choose behind it "
+            "(torch.where)"
         )
     if any(enabled for _, enabled, _ in autocast_state()):
         raise TraceError(

@@ -21,6 +21,7 @@ from tests.support.branching import Experts, Form, Layer, both_backward, quick_o
 FIRST = (
     "adds_a_loss", "adds_in_place", "has_an_elif", "within_one_another", "asks_several", "under_two_names",
     "of_another_turn", "loops_over_hits", "at_a_place", "inverse_ahead", "returns_another", "returns_two", "chooses",
+    "states_in_tuples",
 )  # fmt: skip
 
 
@@ -187,7 +188,7 @@ NOT = {
     of_another_shape: r"assigns 'h' .* it is a tensor of shape \[6\] and float64, and else a tensor of shape \[12, 6\]",
     not_there_ahead: f"'h', {OUTSIDE}",
     rows_behind: f"'rows', {OUTSIDE}",
-    list_of_an_else: "forward assigns 'parts' in .* where it is a list, and else a list",
+    list_of_an_else: "forward assigns 'parts' in .* where it is a list, and else another one",
     asks_one_of_two: "its condition asks several things",
     two_and_an_else: "its condition asks several things, and something else is done where it is not taken",
     asks_which: "the function asks which object 'y' is, which it assigns",

@@ -200,7 +200,19 @@ class InABranch(nn.Module):
         h = Chosen.apply(self.inner(x), random.random() < 0.5)
         if h.mean() > 0:
             h = Scaled.apply(h, 0.5, 2)
+        h = Scaled.apply(h, 1.5, 2) if h.mean() > 0.1 else h * 2
         return h.square().mean()
+
+
+class OfRows(InABranch):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        return Scaled.apply(h[h[:, 0] > 0], 0.5, 2).sum()
+
+
+def test_rows_that_values_pick_are_refused(one: DeviceMesh) -> None:
+    with pytest.raises(TraceError, match=r"Scaled at .* has a backward of its own, and is given rows that values pick"):
+        autopar.compile(OfRows(), one)(torch.randn(4, 6))
 
 
 def test_they_may_be_applied_in_branches_and_choose_by_draws(one: DeviceMesh) -> None:

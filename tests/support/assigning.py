@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -283,6 +285,23 @@ def places_made_ahead(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -
     return h * int((chosen == 3).any()) + h
 
 
+class _State(NamedTuple):
+    h: Tensor
+    aux: Any
+
+
+def states_in_tuples(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    h = layer.experts[0](x)
+    state = h, h * 2
+    if (chosen == 1).any():
+        state = layer.experts[1](h), state[0]
+    if (chosen == 0).any():
+        made = _State(state[0].tanh(), (state[1].sum(), 2))
+    else:
+        made = _State(layer.experts[2](h), (0.5, 3))
+    return made.h + made.aux[0] * made.aux[1]
+
+
 def _beside(form: Form) -> Form:
     """Of what has gradients, and is trained whether a branch is taken or not."""
     return lambda layer, x, scores, chosen: layer.experts[3](x) * 0.1 + form(layer, x + scores[:, :1], scores, chosen)
@@ -298,6 +317,6 @@ FORMS: dict[str, Form] = {
         at_a_counted_place, added_to_behind, inverse_ahead, returning.returns_either_way,
         returning.returns_a_name_either_way, returning.returns_zeros, returning.copies_rows, returning.returned,
         returning.returns_another, returning.returns_in_turn, returning.returns_two, returning.chooses,
-        returning.skips_layers,
+        returning.skips_layers, states_in_tuples,
     )
 }  # fmt: skip
