@@ -158,9 +158,9 @@ def _assemble_outputs(
             step.handed.append((result.target, weakref.ref(made), hooks_of(made)))
     made = pytree.tree_unflatten([leaves[i] for i in range(prepared.out_spec.num_leaves)], prepared.out_spec)
     assert isinstance(made, Returned)
-    for told, wrong in made.checks.items():
-        if wrong:
-            raise CheckFailed(told)
+    for check, wrong in made.checks.items():
+        if wrong and all(bool(made.truths[place]) == is_some for place, is_some in check.where):
+            raise CheckFailed(check.told)
     write_back(call, prepared.changed, leaves)
     if torch.is_grad_enabled():
         step.skipped |= {told for told, count in zip(taken_of(prepared.out_spec), made.taken, strict=True) if not count}

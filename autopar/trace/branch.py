@@ -23,6 +23,17 @@ class Appended:
     otherwise: list[tuple[Any, Tensor | None]] = field(default_factory=list[tuple[Any, Tensor | None]])
 
 
+@dataclass(frozen=True)
+class Condition:
+    """That a number, which is none below 0, is not 0; or, not `is_some`, that it is."""
+
+    count: Tensor
+    is_some: bool
+
+    def negated(self) -> Condition:
+        return Condition(self.count, not self.is_some)
+
+
 @dataclass
 class Branch:
     """One that is taken where `truth`; `rows`: where a mask of that number picks any. `frame`: None while statements of
@@ -46,6 +57,13 @@ class Branch:
     of_rows: Tensor | None = None
     of_all: Tensor | None = None
     asks: tuple[tuple[Tensor, bool], ...] = ()  # what it has asked, and the answers with which it is taken
+    own: Condition | None = None  # which is `truth`, together with those `beside` it, of what it stands in
+    beside: tuple[Condition, ...] = ()
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """All of which hold where it is taken."""
+        return self.beside if self.own is None else (self.own, *self.beside)
 
     @property
     def is_running(self) -> bool:

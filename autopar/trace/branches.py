@@ -131,19 +131,28 @@ class Branches:
         self._count += 1
         if self._count == MANY:
             warnings.warn(SLOW.format(MANY, frame.f_code.co_filename, body.line), stacklevel=2)
-        around = [one.truth for one in (*self.here()[-1:], earlier) if one is not None]
+        outside = [one for one in (*self.here()[-1:], earlier) if one is not None]
+        around = [one.truth for one in outside]
+        beside = tuple(condition for one in outside for condition in one.conditions)
         truth = self.tensors.truth(asked)
+        with self.tensors.own():
+            own = self._checks.condition(asked, body.wanted)
         is_taken, is_not = (truth, truth.logical_not())[:: 1 if body.wanted else -1]
         outer = around[0] if len(around) == 1 else None if not around else around[0] & around[1]
         if outer is not None:
             is_taken, is_not = is_taken & outer, is_not & outer
         file = frame.f_code.co_filename
         if body.other:
-            self._begun[key] = Branch(None, body, file, is_not, None, asks=((asked, not body.wanted),))
+            self._begun[key] = Branch(
+                None, body, file, is_not, None, asks=((asked, not body.wanted),), own=own.negated(), beside=beside
+            )
             before |= self._run(body, frame, appended, entries, is_not, is_seen=is_seen)
         alone = None if earlier is not None else rows
         asks = ((asked, body.wanted), *(earlier.asks if earlier is not None else ()))
-        branch = Branch(frame, body, file, is_taken, alone, before, frame.f_lasti, outer, appended, entries, asks=asks)
+        branch = Branch(
+            frame, body, file, is_taken, alone, before, frame.f_lasti, outer, appended, entries, asks=asks, own=own,
+            beside=beside,
+        )  # fmt: skip
         self._begun[key] = branch
         if body.is_watched:
             self._watched.setdefault(id(frame), (frame, frame.f_trace))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import linecache
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -23,6 +23,7 @@ from autopar._compat import check_tensor_all_with
 from autopar.errors import TraceError
 from autopar.trace.asked import Arguments
 from autopar.trace.bodies import NO_IF
+from autopar.trace.branch import Condition
 from autopar.trace.branches import Branches
 from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins, writes_in_place
@@ -60,9 +61,19 @@ class Count:
     is_of_rows: bool
 
 
+@dataclass(frozen=True)
+class Check:
+    """What to say where values are as they should not be, in a call in which of `Checks.truths` those at such places
+    are not 0 (true), or are.
+    """
+
+    told: str
+    where: tuple[tuple[int, bool], ...] = ()
+
+
 class Checks:
-    """Those of one forward. `wrong`: what to say -> how many values are as they should not be, a number. A number of
-    them is a sum over the ranks and micro-batches that the values are split over.
+    """Those of one forward. `wrong`: check -> how many values are as they should not be, a number; `truths`: numbers by
+    which some of these are looked at. All are sums over the ranks and micro-batches that the values are split over.
     """
 
     origins: Origins
@@ -79,7 +90,8 @@ class Checks:
         self.instead = ""  # why what was asked last leads into no branch that only writes
         self.needed: Exception | None = None  # what was said where a number was needed that nobody has
         self._refused: TraceError | None = None
-        self.wrong: dict[str, Tensor] = {}
+        self.wrong: dict[Check, Tensor] = {}
+        self.truths: list[Tensor] = []
         self._each: dict[int, tuple[Tensor, Tensor, bool]] = {}  # id -> what `all` (true) or `any` gave, and of what
         self._counts: dict[int, Count] = {}  # numbers of rows that masks pick
         self._there: dict[int, tuple[Tensor, bool, Count]] = {}  # id -> a question whether it is 0, the answer if not
@@ -210,14 +222,29 @@ class Checks:
         """
         self._counts[id(number)] = Count(number, rows, True)
 
-    def add(self, told: str, wrong: Tensor) -> None:
-        """Say `told` in a call where some of these are true."""
-        for branch in self.branches.here():
-            wrong = wrong.bool() & branch.truth
-        self.count(told, wrong.detach().sum())
+    def condition(self, asked: Tensor, wanted: bool) -> Condition:
+        """That this has the answer that is wanted: of a mask's `any`, `all` or number of rows, by that number."""
+        _, each, is_all = self._each.get(id(asked), (asked, asked, False))
+        _, is_some, number = self._there.get(id(asked), (asked, not is_all, None))
+        each = each.detach().bool()
+        count = number.number.detach() if number is not None else (each.logical_not() if is_all else each).sum()
+        return Condition(count, is_some == wanted)
 
-    def count(self, told: str, count: Tensor) -> None:
-        self.wrong[told] = self.wrong[told] + count if told in self.wrong else count
+    def add(self, told: str, wrong: Tensor) -> None:
+        """Say `told` in a call where some of these are true, and what runs now is not in a branch that is not taken."""
+        here = self.branches.here()
+        self.count(told, wrong.detach().sum(), [condition for one in here for condition in one.conditions])
+
+    def count(self, told: str, count: Tensor, where: Iterable[Condition] = ()) -> None:
+        """Likewise where there are some, and all of these hold."""
+        places = {(self._place_of(one.count), one.is_some) for one in where}
+        check = Check(told, tuple(sorted(places)))
+        self.wrong[check] = self.wrong[check] + count if check in self.wrong else count
+
+    def _place_of(self, count: Tensor) -> int:
+        place = next((place for place, one in enumerate(self.truths) if one is count), len(self.truths))
+        self.truths += [count] if place == len(self.truths) else []
+        return place
 
     def __enter__(self) -> None:
         """Around what may raise a TraceError, which code of the user's may catch: that is no exception of theirs."""

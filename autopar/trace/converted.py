@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar._compat import outside_modes, pytree
 from autopar.errors import TraceError
-from autopar.trace.branch import Branch
+from autopar.trace.branch import Branch, Condition
 from autopar.trace.lines import line_here
 from autopar.trace.origins import STATISTICS, memory_of, tensors_in, writes_in_place
 
@@ -83,7 +83,7 @@ class Converted:
     branch and way to write in it. They are nodes of their own, which what is written hangs on and nothing else does.
     """
 
-    def __init__(self, notes: list[str], mode: Any, tell: Callable[[str, Tensor], None]) -> None:
+    def __init__(self, notes: list[str], mode: Any, tell: Callable[[str, Tensor, Iterable[Condition]], None]) -> None:
         self.notes, self._mode, self._tell = notes, mode, tell  # of the plan; that sees all functions of torch; checks
         self.merged: list[Merged] = []
         self._bad: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by id and version: how many are not finite
@@ -263,8 +263,9 @@ class Converted:
         with self.own():
             if key not in self._bad:
                 self._bad[key] = one, one.detach().isfinite().logical_not().sum()
-            is_left = branch.truth.logical_not() if branch.around is None else branch.around & ~branch.truth
-            self._tell(NOT_FINITE.format(line_here(), branch.where), self._bad[key][1] * is_left)
+            assert branch.own is not None
+            told = NOT_FINITE.format(line_here(), branch.where)
+            self._tell(told, self._bad[key][1], (branch.own.negated(), *branch.beside))
 
     def _refuse(self, written: Sequence[Tensor], here: Sequence[Branch]) -> None:
         for branch in here if written else ():

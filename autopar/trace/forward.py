@@ -112,8 +112,8 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
                 )
             given = {**dict(arguments), **returned.changed}
             memory = seen(returned, returned.outputs, given.items(), now, now_there)
-            taken = watch.checks.branches.tensors.counts()
-            return replace(returned, checks=watch.checks.wrong, taken=taken, memory=memory)
+            checks, taken = watch.checks, watch.checks.branches.tensors.counts()
+            return replace(returned, checks=checks.wrong, truths=checks.truths, taken=taken, memory=memory)
         except TypeError as error:
             raise watch.checks.needed or error from None
         finally:

@@ -18,6 +18,7 @@ from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.calls import flatten_inputs, with_argument
 from autopar.trace.changed import with_copies
+from autopar.trace.checks import Check
 from autopar.trace.closures import with_parts
 from autopar.trace.code import CODE
 from autopar.trace.counted import called
@@ -42,7 +43,7 @@ class Returned:
     lists, tuples and dicts of some. `left`: what it writes elsewhere, as `autopar.trace.left.Left.writes`; `changed`:
     what it makes of arguments in place, by path; `given`: what containers among them hold then, and which of them it
     returns. `numbers`: which leaves of these are numbers to whoever calls; `arrays`: which are arrays of numpy.
-    `memory`: where they lie. `checks`: as `autopar.trace.checks.Checks.wrong`; `taken`: of each of
+    `memory`: where they lie. `checks`, `truths`: as `autopar.trace.checks.Checks` has them; `taken`: of each of
     `autopar.trace.branches.Branches.taken` how many are true.
     """
 
@@ -54,14 +55,15 @@ class Returned:
     numbers: frozenset[int] = frozenset()
     arrays: frozenset[int] = frozenset()
     memory: Memory = NOWHERE
-    checks: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    checks: dict[Check, Tensor] = field(default_factory=dict[Check, Tensor])
+    truths: list[Tensor] = field(default_factory=list[Tensor])
     taken: list[Tensor] = field(default_factory=list[Tensor])
 
     @property
     def parts(self) -> list[Any]:
         """What holds its leaves, in their order: first the model's own outputs."""
         kept, changed, checks = ([*one.values()] for one in (self.kept, self.changed, self.checks))
-        return [self.outputs, kept, self.left, self.given, changed, checks, self.taken]
+        return [self.outputs, kept, self.left, self.given, changed, checks, self.truths, self.taken]
 
     @property
     def beside(self) -> list[Any]:
@@ -70,11 +72,13 @@ class Returned:
 
 
 def _together(parts: Any, names: Any) -> Returned:
-    outputs, kept, left, given, changed, holds, taken = parts
-    of_kept, of_checks, numbers, arrays, memory, _, of_changed, _ = names
+    outputs, kept, left, given, changed, holds, truths, taken = parts
+    of_kept, of_checks, numbers, arrays, memory, _, of_changed, *_ = names
     by_name = (dict(zip(*one, strict=True)) for one in ((of_kept, kept), (of_changed, changed), (of_checks, holds)))
     kept, changed, checks = by_name
-    return Returned(outputs, kept, [*left], changed, [*given], numbers, arrays, memory, checks, [*taken])
+    return Returned(
+        outputs, kept, [*left], changed, [*given], numbers, arrays, memory, checks, [*truths], [*taken]
+    )  # fmt: skip
 
 
 def numbers_of(spec: pytree.TreeSpec) -> frozenset[int]:
@@ -89,7 +93,7 @@ def arrays_of(spec: pytree.TreeSpec) -> frozenset[int]:
 
 def given_and_kept(spec: pytree.TreeSpec) -> int:
     """How many leaves it has, from its tree, but for those that are checked or say what branches are taken."""
-    return spec.num_leaves - len(spec.context[1]) - len(taken_of(spec))
+    return spec.num_leaves - len(spec.context[1]) - spec.context[8] - len(taken_of(spec))
 
 
 def taken_of(spec: pytree.TreeSpec) -> tuple[str, ...]:
@@ -126,6 +130,7 @@ pytree.register_pytree_node(
             len(one.taken),
             [*one.changed],
             bool(one.given),
+            len(one.truths),
         ),
     ),
     _together,

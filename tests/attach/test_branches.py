@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
 from autopar import TraceError
-from tests.support.branching import FORMS, STEPS, Experts, Form, Layer, alike, any_of_mask, tokens
+from autopar.errors import NotCut
+from tests.support.branching import FORMS, STEPS, Experts, Form, Layer, alike, any_of_mask, quick_ones, tokens
 
 
 def steps(plain: Experts, parallel: Any) -> None:
@@ -46,7 +47,17 @@ def test_layers_behind_one_another(one: DeviceMesh, name: str) -> None:
     steps(plain, autopar.compile(plain, one))
 
 
-@pytest.mark.parametrize("name", ["goes_on_where_none", "number_of_indices", "length_of_indices"])
+OF_ALL_TOKENS = ("counted", "hits", "listed_hits")  # how many an expert has, compared with a number
+
+
+@pytest.mark.parametrize("name", OF_ALL_TOKENS)
+def test_what_is_counted_over_all_tokens_is_not_cut(one: DeviceMesh, name: str) -> None:
+    parallel = autopar.compile(Experts(FORMS[name]).double(), one, micro_batches=2)
+    with pytest.raises(NotCut, match=r"(index_add.default|gt.Scalar) works on the whole batch at once"):
+        parallel(*tokens(STEPS[0], 0))
+
+
+@pytest.mark.parametrize("name", quick_ones([one for one in FORMS if one not in OF_ALL_TOKENS], ("any_of_mask",)))
 def test_in_micro_batches_an_expert_is_idle_that_no_round_has_tokens_for(one: DeviceMesh, name: str) -> None:
     plain = Experts(FORMS[name]).double()
     steps(plain, autopar.compile(plain, one, micro_batches=2))

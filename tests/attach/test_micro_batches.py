@@ -30,7 +30,6 @@ OF_THE_WHOLE = {  # losses that make something of all rows that is no sum of ter
     "behind each other": "cat.default",
     "at places of two dims": "index.Tensor",
     "counted": "clamp.default",
-    "experts": "mul.Tensor",
 }
 
 

@@ -55,6 +55,7 @@ def check_an_expert_is_idle_that_no_rank_has_tokens_for(ranks: Ranks) -> None:
 
 
 def check_stages_have_idle_experts(ranks: Ranks) -> None:
-    plain = Experts(FORMS["any_of_mask"], depth=2).double()
-    parallel = autopar.compile(copy.deepcopy(plain), autopar.init_mesh("cpu", pipe=2), micro_batches=2)
-    _trains(ranks, plain, parallel, local=False)
+    for name in ("any_of_mask", "number_of_indices"):
+        plain = Experts(FORMS[name], depth=2).double()
+        parallel = autopar.compile(copy.deepcopy(plain), autopar.init_mesh("cpu", pipe=2), micro_batches=2)
+        _trains(ranks, plain, parallel, local=False)
