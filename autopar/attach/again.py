@@ -61,7 +61,7 @@ class Given:
             if place not in asked and not isinstance(leaf := leaves[place], DTensor):
                 leaves[place] = None
                 unread += [] if place in cut else [(place, leaf.shape, leaf.dtype)]
-        bare = replace(call, args=(), kwargs={}, tensors=())
+        bare = replace(call, args=(), kwargs={}, tensors=(), given=((), {}))
         return Given(bare, leaves, spec, pieces, unread, step.device_mesh)
 
     def again(self) -> Call:

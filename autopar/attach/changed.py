@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
+from autopar.attach.guards import Guards
+from autopar.attach.prepared import Prepared
 from autopar.errors import TraceError
 from autopar.trace.calls import Call
-from autopar.trace.given import GivenBack, Output, Rewritten, Theirs, let_hold, part_at, resolve, with_theirs
+from autopar.trace.given import At, GivenBack, Had, Rewritten, given_in, let_hold, part_at, with_theirs
 from autopar.trace.outputs import Returned
 from autopar.trace.sharing import has_storage, storage_of
 
@@ -41,28 +44,59 @@ def write_back(call: Call, changed: Mapping[int, int], leaves: Mapping[int, Any]
             call.tensors[number].copy_(leaves[leaf])
 
 
+def refuse_shared(call: Call, prepared: Prepared) -> None:
+    """Raises TraceError where a container that forward writes to is another argument, too, or what forward reads
+    elsewhere: a program was made for one that nothing else sees.
+    """
+    there = given_in(*call.given)
+    known = {id(one.container): one.path for one in reversed(there)}
+    found = list[tuple[str, str]]()
+    for at in prepared.rewritten:
+        container = _theirs(call, at)
+        also = [one.path for one in there if one.container is container][1:]
+        found += [(known[id(container)], name) for name in [*also, _read_as(prepared.guards, container)] if name]
+    for write in prepared.left:
+        container = write.container(prepared.modules)
+        found += [(known[id(container)], write.name)] if id(container) in known else []
+    if found:
+        path, other = found[0]
+        raise TraceError(
+            f"forward writes to its argument {path}, which is {other} in this call, too, and a program would not see "
+            "that: pass a copy"
+        )
+
+
+def _read_as(guards: Guards, container: Any) -> str | None:
+    """What forward calls it, which reads it elsewhere; None where it does not."""
+    places = [*(place for place, _, _ in guards.changing), *(place for place, _ in guards.whole)]
+    named = (guards.named[id(place), key] for place, key in places if place.get(key, None) is container)
+    return next(named, None)
+
+
 def outputs_of(call: Call, made: Returned) -> Any:
     """What forward returns. Lets containers of the caller hold what it has put into them; where it returns one, that is
     returned itself.
     """
     if not made.given:
         return made.outputs
-    leaves, (args, kwargs) = pytree.tree_leaves(made.outputs), call.given
-
-    def theirs(at: tuple[Any, ...]) -> Any:
-        return part_at(args[at[0]] if isinstance(at[0], int) else kwargs[at[0]], at[1:])
-
-    def found(one: Any) -> Any:
-        return theirs(one.at) if isinstance(one, Theirs) else leaves[one.leaf] if isinstance(one, Output) else one
-
-    given_back = [(one.within, theirs(one.at)) for one in made.given if isinstance(one, GivenBack)]
-    held = [(theirs(one.at), resolve(found, dict(one.parts))) for one in made.given if isinstance(one, Rewritten)]
+    had = Had(partial(_theirs, call), made.outputs)
+    given_back = [(one.within, had.theirs(one.at)) for one in made.given if isinstance(one, GivenBack)]
+    held = [
+        (had.theirs(one.at), {key: had.of(part) for key, part in one.parts.items()})
+        for one in made.given
+        if isinstance(one, Rewritten)
+    ]
     for container, parts in held:
         let_hold(container, parts)
     outputs = made.outputs
     for within, container in given_back:
         outputs = with_theirs(outputs, within, container)
     return outputs
+
+
+def _theirs(call: Call, at: At) -> Any:
+    args, kwargs = call.given
+    return part_at(args[at[0]] if isinstance(at[0], int) else kwargs[at[0]], at[1:])
 
 
 def _check(call: Call, number: int) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
 from autopar.attach.again import Before, Given, with_every_tangent
-from autopar.attach.changed import outputs_of, with_copies, write_back
+from autopar.attach.changed import outputs_of, refuse_shared, with_copies, write_back
 from autopar.attach.derivatives import differentiated
 from autopar.attach.hooks import refuse
 from autopar.attach.inputs import type_of
@@ -29,7 +29,7 @@ from autopar.ir.graph import output_types
 from autopar.trace.calls import Call
 from autopar.trace.counted import put_back
 from autopar.trace.formulas import Computed
-from autopar.trace.outputs import Returned, arrays_of, memory_of, numbers_of, rewrites, taken_of
+from autopar.trace.outputs import Returned, arrays_of, memory_of, numbers_of, taken_of
 from autopar.trace.writes import put
 
 
@@ -41,7 +41,9 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key, own: Callabl
         refuse(parallel)
     parameters, computed = parameters_of(prepared, state.device_mesh), prepared.counting.computed(prepared.modules)
     before = _before(parallel, prepared, key)
-    given = own() if prepared.changed or rewrites(prepared.out_spec) else call
+    given = own() if prepared.changed or prepared.gives_theirs else call
+    if prepared.rewritten or prepared.left:
+        refuse_shared(given, prepared)
     if prepared.changed:
         call = with_copies(call, given, prepared.changed)
     step = step_of(state, prepared, call)

@@ -25,8 +25,9 @@ from autopar.trace.asked import Asked
 from autopar.trace.counted import Counting, held_at
 from autopar.trace.drawn import Draws
 from autopar.trace.formulas import Computed, Place
+from autopar.trace.given import At, Rewritten
 from autopar.trace.modules import noted_on
-from autopar.trace.outputs import memory_of
+from autopar.trace.outputs import has_given, memory_of
 from autopar.trace.sharing import Look, Memory
 from autopar.trace.values import copied, snapshot
 from autopar.trace.writes import Write
@@ -98,6 +99,17 @@ class Prepared:
     def graph(self) -> Graph:
         """Of the whole model; of several micro-batches one of them."""
         return self.runner.graph
+
+    @cached_property
+    def takes_gradients(self) -> frozenset[str]:
+        """Inputs by which there are gradients, or may be: outputs beside the loss may turn out to have one."""
+        made_of = {
+            result.ref.name for result in self.graph.results if result.target in self.without_tangent and result.ref
+        }
+        for node in reversed(self.graph.nodes):
+            if node.name in made_of and node.phase != "backward":
+                made_of |= {ref.name for ref in node.operands}
+        return frozenset(made_of | {node.name for node in self.graph.inputs_with_gradient})
 
     @property
     def has_answers(self) -> bool:
@@ -179,6 +191,17 @@ class Prepared:
     def peak(self) -> int:
         """Bytes of a device at the peak, predicted."""
         return self.plan.peak_bytes[DEVICE]
+
+    @cached_property
+    def rewritten(self) -> list[At]:
+        """Containers among the arguments that forward writes to, and where they are."""
+        there = pytree.tree_unflatten([None] * self.out_spec.num_leaves, self.out_spec).given
+        return [one.at for one in there if isinstance(one, Rewritten)]
+
+    @cached_property
+    def gives_theirs(self) -> bool:
+        """Whether it writes to containers of the caller's, or returns some."""
+        return has_given(self.out_spec)
 
     @cached_property
     def packed(self) -> frozenset[int]:

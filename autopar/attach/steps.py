@@ -64,13 +64,12 @@ def step_of(state: State, prepared: Prepared, call: Call) -> Step:
         elif node.op == "constant":
             others.append(prepared.constants[node.target.rpartition(":")[0]])
     watched, through = list[Tensor](), dict[str, Tensor]()
-    with_gradient = {node.name for node in prepared.graph.inputs_with_gradient}
     ahead = drawn_ahead(prepared, call.tensors, state.device_mesh) if prepared.drawn.steps else []
     tensors = (*call.tensors, *prepared.counting.tensors(prepared.modules), *ahead)
     for node, place, layout in prepared.inputs:
-        given = tensors[place]  # outputs beside the loss may turn out to have a gradient that leads to it
-        if given.requires_grad and node.name not in with_gradient and not prepared.without_tangent:
-            given = given.detach()
+        given = tensors[place]
+        if given.requires_grad and node.name not in prepared.takes_gradients:
+            given = given.detach()  # autograd would go on from there, to what an earlier step may have freed
         piece = local_input(given, layout, state.mesh, state.device_mesh)
         if place >= len(call.tensors) and not piece.requires_grad:
             piece = piece.detach()  # of a module, which may have another memory behind the call

@@ -107,7 +107,7 @@ def changed_of(spec: pytree.TreeSpec) -> dict[int, str]:
     return dict(enumerate(spec.context[6], given_and_kept(spec) - len(spec.context[6])))
 
 
-def rewrites(spec: pytree.TreeSpec) -> bool:
+def has_given(spec: pytree.TreeSpec) -> bool:
     """Whether there is anything in `Returned.given`, likewise."""
     return spec.context[7]
 

@@ -22,15 +22,34 @@ def make_known(value: Any) -> None:
     """Let dataclasses of the user's be taken apart and put together, as the tensors in them have to be."""
     if isinstance(value, UserDict) and all(isinstance(one, SCALARS) for one in _beside(value).values()):
         _register(type(value))
+    if isinstance(value, dict) and is_batch(value):
+        _register(type(value))
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         for part in value:
             make_known(part)
-    elif is_record(value):
+    elif is_record(value) or (type(value) not in pytree.SUPPORTED_NODES and is_batch(value)):
         _register(type(value))
         for part in attributes(value).values():
             make_known(part)
+
+
+def is_batch(value: Any, depth: int = 4) -> bool:
+    """Whether it is an object of a plain class, or a dict of one's own, that holds tensors, numbers and text alone, in
+    lists, dicts and objects.
+    """
+    if may_be_state(value) and depth:
+        return all(_is_of_batch(part, depth - 1) for part in [*(own_names(value) or {}).values(), *held_in(value)])
+    return False
+
+
+def _is_of_batch(value: Any, depth: int) -> bool:
+    if isinstance(value, (Tensor, *SCALARS)):
+        return True
+    if isinstance(value, (list, tuple, dict)) and type(value) in pytree.SUPPORTED_NODES:
+        return depth > 0 and all(_is_of_batch(part, depth - 1) for part in held_in(value))
+    return is_batch(value, depth)
 
 
 def make_states_known(value: Any) -> None:

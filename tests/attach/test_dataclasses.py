@@ -149,7 +149,7 @@ def test_dicts_of_tokenizers(one: DeviceMesh, inputs: str) -> None:
 
 class Strange:
     def __init__(self) -> None:
-        self.x, self.y = torch.randn(6, 8), torch.randn(6, 4)
+        self.x, self.y, self.of = torch.randn(6, 8), torch.randn(6, 4), object()
 
 
 def test_tensors_that_nobody_sees_are_named(one: DeviceMesh) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, UserDict, defaultdict
+import gc
+import weakref
+from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,6 +34,17 @@ class Batch:
 class Given(ModelOutput):
     x: Tensor | None = None
     h: Tensor | None = None
+
+
+class Own(dict[str, Tensor]):
+    __getattr__ = dict.__getitem__
+
+
+class Boxed:
+    """As DETR's NestedTensor is."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.more = x, {"n": 2}
 
 
 class Pair(NamedTuple):
@@ -130,6 +143,15 @@ def only_in_branch(model: Net, batch: Any) -> Any:
     return model.last(h).square().mean()
 
 
+def under_two_names(model: Net, batch: Any) -> Any:
+    feats = {"h": model.hidden(batch["x"])}
+    losses = {"loss": model.last(feats["h"]).square().mean(), "more": [feats]}
+    batch["about"] = batch["x"].shape, [batch["x"].dtype]
+    batch["feats"] = batch["alias"] = feats
+    batch["more"]["losses"] = losses
+    return losses
+
+
 def table(x: Tensor, y: Tensor, number: int) -> Any:
     return {"x": x, "y": y, "n": number, "more": {}, "list": []}
 
@@ -148,12 +170,16 @@ FORMS: dict[Callable[..., Any], Callable[[Tensor, Tensor, int], Any]] = {
     changed_in_place_too: table,
     fields_set: lambda x, y, number: Batch(x),
     only_in_branch: table,
+    under_two_names: table,
 }
 KINDS: dict[str, Callable[[Tensor], Any]] = {
     "UserDict": lambda x: UserDict(x=x),
     "OrderedDict": lambda x: OrderedDict(x=x),
     "defaultdict": lambda x: defaultdict(list, x=x),
     "of transformers": lambda x: Given(x=x),
+    "of its own": lambda x: Own(x=x),
+    "a deque": lambda x: deque([x], maxlen=2),
+    "an object": Boxed,
 }
 
 
@@ -176,13 +202,13 @@ def alike(ours: Any, wanted: Any, what: str = "batch") -> None:
         assert [*ours] == [*wanted], what
         for key in wanted:
             alike(ours[key], wanted[key], f"{what}[{key!r}]")
-    elif isinstance(wanted, (list, tuple)):
+    elif isinstance(wanted, (list, tuple, deque)):
         assert len(ours) == len(wanted), what
         for place, pair in enumerate(zip(ours, wanted, strict=True)):
             alike(*pair, f"{what}[{place}]")
-    elif is_dataclass(wanted):
+    elif hasattr(wanted, "__dict__"):
         assert vars(ours).keys() == vars(wanted).keys(), what
-        for name in {one.name for one in fields(wanted)} | vars(wanted).keys():
+        for name in vars(wanted):
             alike(getattr(ours, name), getattr(wanted, name), f"{what}.{name}")
     else:
         assert ours == wanted, what
@@ -190,8 +216,10 @@ def alike(ours: Any, wanted: Any, what: str = "batch") -> None:
 
 def held(value: Any) -> list[Any]:
     """The containers in it, itself first, and their parts, each once."""
-    parts = [*value.values()] if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else []
-    parts = [*vars(value).values()] if is_dataclass(value) and not isinstance(value, Mapping) else parts
+    parts = (
+        [*value.values()] if isinstance(value, Mapping) else value if isinstance(value, (list, tuple, deque)) else []
+    )
+    parts = [*vars(value).values()] if isinstance(value, (Batch, Boxed)) else parts
     return [value, *(one for part in parts for one in held(part))] if parts or isinstance(value, dict) else [value]
 
 
@@ -236,7 +264,7 @@ def test_the_caller_has_what_forward_leaves(one: DeviceMesh, form: Callable[...,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_containers_may_be_of_other_kinds(one: DeviceMesh, kind: str) -> None:
-    plain = Net(new_entries if kind != "of transformers" else filled).double()
+    plain = Net({"of transformers": filled, "a deque": remembered, "an object": boxed}.get(kind, new_entries)).double()
     parallel = autopar.compile(copy.deepcopy(plain), one)
     for number in range(2):
         train_alike(plain, parallel, lambda x, y, number: KINDS[kind](x), number)
@@ -247,15 +275,31 @@ def filled(model: Net, batch: Any) -> Any:
     return model.last(batch["h"]).square().mean()
 
 
-def test_a_batch_may_be_given_again_and_again(one: DeviceMesh) -> None:
-    """As loops over batches in memory do. What an earlier call has put there requires grad, and is not read."""
+def remembered(model: Net, batch: Any) -> Any:
+    batch.append(model.hidden(batch[0]))
+    batch.append(batch[-1].detach() * 2)
+    return model.last(sum(batch)).square().mean()
+
+
+def boxed(model: Net, batch: Any) -> Any:
+    batch.h = model.hidden(batch.x)
+    batch.more["n"] += 1
+    return Pair(model.last(batch.h).square().mean() * batch.more["n"], batch.more)
+
+
+@pytest.mark.parametrize("inputs", ["global", "local"])
+def test_a_batch_may_be_given_again_and_again(one: DeviceMesh, inputs: Any) -> None:
+    """As loops over batches in memory do. What an earlier call has put there requires grad, and is not read; neither is
+    what the script keeps there.
+    """
     plain = Net(new_entries).double()
-    parallel = autopar.compile(copy.deepcopy(plain), one)
+    parallel = autopar.compile(copy.deepcopy(plain), one, inputs=inputs)
     batches = [table(*given(3), 3) for _ in range(2)]
     for _ in range(3):
         for model, batch in zip((plain, parallel), batches, strict=True):
             model.zero_grad()
-            model(batch).backward()
+            batch["loss"] = model(batch) / 2
+            batch["loss"].backward()
         alike(batches[1], batches[0])
         same_gradients(plain, parallel)
 
@@ -278,6 +322,48 @@ def test_in_micro_batches(one: DeviceMesh) -> None:
         parallel = autopar.compile(copy.deepcopy(plain), one, micro_batches=2)
         for number in range(2):
             train_alike(plain, parallel, FORMS[form], number)
+
+
+def test_batches_are_freed(one: DeviceMesh) -> None:
+    parallel, seen = autopar.compile(Net(new_entries).double(), one), list[weakref.ref[Tensor]]()
+    for number in range(3):
+        batch = table(*given(number), number)
+        parallel(batch).backward()
+        seen.append(weakref.ref(batch["x"]))
+        del batch
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 3
+
+
+STORE: dict[str, Any] = {}
+
+
+def to_the_store(model: Net, batch: Any) -> Any:
+    STORE["h"] = model.hidden(batch["x"])
+    return batch.get("h", STORE["h"]).sum()
+
+
+def test_a_container_that_forward_sees_elsewhere_too_is_refused(one: DeviceMesh) -> None:
+    def into_the_second(model: Net, batch: Any, more: Any) -> Any:
+        more["h"] = model.hidden(batch["x"])
+        return batch.get("h", more["h"]).square().sum()
+
+    def into_its_own(model: Net, batch: Any) -> Any:
+        batch["h"] = model.hidden(batch["x"])
+        return model.seen.get("h", batch["h"]).square().sum()  # type: ignore[operator,union-attr]
+
+    batch = table(*given(0), 0)
+    with pytest.raises(TraceError, match=r"argument \['batch'\], which is \['more'\] in this call, too.*: pass a copy"):
+        autopar.compile(Net(into_the_second).double(), one)(batch, batch)
+    own = Net(into_its_own).double()
+    own.seen = batch  # type: ignore[assignment]
+    parallel = autopar.compile(own, one)
+    with pytest.raises(TraceError, match=r"argument \['batch'\], which is .*seen in this call, too"):
+        parallel(parallel.seen)
+    STORE.update(batch)
+    with pytest.raises(TraceError, match=r"argument \['batch'\], which is STORE in this call, too"):
+        autopar.compile(Net(to_the_store).double(), one)(STORE)
+    assert "h" not in batch
 
 
 def test_what_no_program_gives_is_refused_and_the_batch_stays(one: DeviceMesh) -> None:
