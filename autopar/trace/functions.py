@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import types
 from collections.abc import Iterator
@@ -74,8 +75,8 @@ def applied(application: Any, tensors: list[Tensor]) -> list[Tensor]:
 
 def _applied(kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `Function.apply` is while a model is exported."""
-    if kind is CheckpointFunction:  # what is computed again is the plan's to say
-        return args[0](*args[2:])
+    if (taken := _computed_again(kind, args)) is not None:  # which is the plan's to say
+        return args[0](*taken)
     applications: list[Any] | None = getattr(_here, "applications", None)
     is_inside = getattr(_here, "is_inside", False)
     if applications is None or is_inside or kwargs or _is_plain(kind):
@@ -104,6 +105,27 @@ def _applied(kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs:
     assert application.given_spec is not None
     given = [next(made) if isinstance(leaf, Tensor) else leaf for leaf in application.given]
     return pytree.tree_unflatten(given, application.given_spec)
+
+
+def _computed_again(kind: type[torch.autograd.Function], args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What the function is called with that comes first, where all that `kind` does is to call it, and again in
+    backward: torch's, Megatron's, and that of diffusion models, which is told of parameters behind `length` arguments.
+    """
+    if kind is CheckpointFunction:
+        return args[2:]
+    if kind.__name__ != "CheckpointFunction" or not {"run_function", "enable_grad"} <= _names_in(kind.backward):
+        return None
+    match [*inspect.signature(kind.forward).parameters][1:]:
+        case ["run_function", "length", _]:
+            return args[2 : 2 + args[1]]
+        case ["run_function", "preserve_rng_state" | "distribute_saved_activations", _]:
+            return args[2:]
+        case _:
+            return None
+
+
+def _names_in(function: Any) -> set[str]:
+    return {*getattr(function, "__code__", _CODE).co_names}
 
 
 def _as_tensor(number: Any) -> Any:

@@ -210,6 +210,39 @@ class OfRows(InABranch):
         return Scaled.apply(h[h[:, 0] > 0], 0.5, 2).sum()
 
 
+class CheckpointFunction(torch.autograd.Function):
+    """As diffusion models have it, in each attention."""
+
+    @staticmethod
+    def forward(ctx: Any, run_function: Any, length: int, *args: Any) -> Any:  # type: ignore[override]
+        ctx.run_function, ctx.inputs, ctx.params = run_function, [*args[:length]], [*args[length:]]
+        with torch.no_grad():
+            return ctx.run_function(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+        inputs = [one.detach().requires_grad_() for one in ctx.inputs]
+        with torch.enable_grad():
+            outputs = ctx.run_function(*(one.view_as(one) for one in inputs))
+        return None, None, *torch.autograd.grad(outputs, inputs + ctx.params, gradients, allow_unused=True)
+
+
+class ComputedAgain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = CheckpointFunction.apply(lambda x: x + self.inner(x).tanh(), 1, self.last(x), *self.inner.parameters())
+        return h.square().mean()
+
+
+def test_what_is_computed_again_in_backward_trains(one: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = ComputedAgain()
+    train_alike(plain, autopar.compile(copy.deepcopy(plain), one), [torch.randn(4, 6) for _ in range(3)])
+
+
 def test_rows_that_values_pick_are_refused(one: DeviceMesh) -> None:
     with pytest.raises(TraceError, match=r"Scaled at .* has a backward of its own, and is given rows that values pick"):
         autopar.compile(OfRows(), one)(torch.randn(4, 6))
