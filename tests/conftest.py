@@ -3,6 +3,7 @@
 torch is not imported here: tests of solver/, cost_models/ and the plain values of autopar/ run without it.
 """
 
+import gc
 import os
 import random
 import sys
@@ -47,6 +48,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         runs = {one: is_in_part(one.nodeid, chosen, count) or not one.get_closest_marker("slow") for one in items}
         config.hook.pytest_deselected(items=[one for one in items if not runs[one]])
         items[:] = [one for one in items if runs[one]]
+
+
+def pytest_collection_finish() -> None:
+    """What was collected stays: Python need not look through it again and again for circles."""
+    gc.collect()
+    gc.freeze()
 
 
 def is_in_part(name: str, part: int, count: int) -> bool:

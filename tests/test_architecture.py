@@ -11,11 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("autopar", "solver", "cost_models", "benchmarks", "examples", "tests")
-TREES = {
-    path.relative_to(ROOT): ast.parse(path.read_text(), filename=str(path))
-    for folder in FOLDERS
-    for path in sorted((ROOT / folder).rglob("*.py"))
-}
 MAX_LINES = 400  # of a file
 MAX_FUNCTION_LINES = 60  # without its docstring; how many branches one may have is for ruff (pyproject.toml)
 
@@ -34,6 +29,16 @@ UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "
 
 
 # --- what the code says --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """By path; parsed where a test asks, as two processes collect it."""
+    return {
+        path.relative_to(ROOT): ast.parse(path.read_text(), filename=str(path))
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
 
 
 @functools.cache
@@ -177,7 +182,7 @@ def torch_in_plain(trees: dict[Path, ast.Module]) -> list[str]:
 
 
 def in_folder(folder: str) -> list[Path]:
-    return [path for path in TREES if path.parts[0] == folder]
+    return [path for path in trees() if path.parts[0] == folder]
 
 
 # --- the law -------------------------------------------------------------------------------------------------------
@@ -186,29 +191,29 @@ def in_folder(folder: str) -> list[Path]:
 @pytest.mark.parametrize("folder", MAY_NOT)
 def test_folder_keeps_to_its_layer(folder):
     for path in in_folder(folder):
-        wrong = packages(TREES[path]) & MAY_NOT[folder]
+        wrong = packages(trees()[path]) & MAY_NOT[folder]
         assert not wrong, f"{path} imports {sorted(wrong)}, which is not for {folder}/"
 
 
 def test_pulp_and_highs_stay_in_the_backends():
     for path in in_folder("solver"):
         if "backends" not in path.parts:
-            wrong = packages(TREES[path]) & {"pulp", "highspy"}
+            wrong = packages(trees()[path]) & {"pulp", "highspy"}
             assert not wrong, f"{path} imports {sorted(wrong)}; only solver/backends/ may"
 
 
 def test_one_file_speaks_to_solver_and_cost_models():
-    both = [str(path) for path in in_folder("autopar") if {"solver", "cost_models"} <= packages(TREES[path])]
+    both = [str(path) for path in in_folder("autopar") if {"solver", "cost_models"} <= packages(trees()[path])]
     assert len(both) <= 1, f"{both} import both solver and cost_models; one file of autopar/ may"
 
 
 def test_plain_values_need_no_torch():
-    found = torch_in_plain({path: TREES[path] for path in in_folder("autopar")})
+    found = torch_in_plain({path: trees()[path] for path in in_folder("autopar")})
     assert not found, "plain-value files of autopar/ reach torch:\n" + "\n".join(found)
 
 
 def test_parts_without_torch_are_listed_as_plain():
-    graph, torch = torch_in({path: TREES[path] for path in in_folder("autopar")})
+    graph, torch = torch_in({path: trees()[path] for path in in_folder("autopar")})
     part_of = {module: module.split(".")[1] for module in graph if module != "autopar"}  # a file, or a whole folder
     with_torch = {part for module, part in part_of.items() if torch & (nx.descendants(graph, module) | {module})}
     missing = sorted(set(part_of.values()) - with_torch - PLAIN)
@@ -220,7 +225,7 @@ def test_solver_and_cost_models_are_checked_strictly():
 
 
 def test_autopar_has_no_import_circle():
-    found = circles({path: TREES[path] for path in in_folder("autopar")})
+    found = circles({path: trees()[path] for path in in_folder("autopar")})
     assert not found, "imports in a circle:\n" + "\n".join(found)
 
 
@@ -233,7 +238,7 @@ STAGES = (
 
 
 def test_imports_go_down_the_stages():
-    graph = arrows({path: TREES[path] for path in in_folder("autopar")})
+    graph = arrows({path: trees()[path] for path in in_folder("autopar")})
 
     def stage(module: str) -> str:
         parts = module.split(".")
@@ -246,25 +251,25 @@ def test_imports_go_down_the_stages():
 
 def test_every_folder_of_the_code_has_a_folder_of_tests():
     folders = {path.name for path in (ROOT / "autopar").iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    tested = {path.parent.name for path in TREES if path.parts[0] == "tests" and path.name.startswith("test_")}
+    tested = {path.parent.name for path in trees() if path.parts[0] == "tests" and path.name.startswith("test_")}
     assert folders <= tested, f"no tests in tests/ for {sorted(folders - tested)}"
 
 
 def test_private_names_of_torch_stay_in_compat():
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         if path != COMPAT:
             found = private_torch(tree)
             assert not found, f"{path} uses {sorted(found)}; give each a public name in {COMPAT}"
 
 
 def test_nothing_is_unpickled():
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         found = unsafe_loads(tree)
         assert not found, f"{path} has {sorted(found)}; plans and problems are JSON, tensors load with weights_only"
 
 
 def test_imports_are_absolute():
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         found = sorted(module for module, _ in imports(tree) if module.startswith("."))
         assert not found, f"{path} imports {found}; write the full name, the checks of this file read nothing else"
 
@@ -272,7 +277,7 @@ def test_imports_are_absolute():
 def test_functions_stay_short():
     found = [
         f"{path} {name} ({count})"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         if path.parts[0] != "tests"  # where some are tables
         for name, count in long_functions(tree, MAX_FUNCTION_LINES)
     ]
@@ -280,7 +285,7 @@ def test_functions_stay_short():
 
 
 def test_files_stay_short():
-    lines = {path: len((ROOT / path).read_text().splitlines()) for path in TREES}
+    lines = {path: len((ROOT / path).read_text().splitlines()) for path in trees()}
     long = {str(path): count for path, count in lines.items() if count > MAX_LINES}
     assert not long, f"over {MAX_LINES} lines, so probably two subjects in one file: {long}"
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autopar.errors import Infeasible
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.pipeline import Durations, make_schedule, play
 from autopar.plan.renamed import names_of
@@ -32,7 +33,11 @@ BETWEEN = replace(  # within a node all is quick; between nodes even a gradient 
 )  # fmt: skip
 ALONE = Request(allow=())
 WIDE = 64  # rows of a batch
-GRAPH = graph_of(capture(Layers(*(1024,) * 8), (torch.randn(WIDE, 64), torch.randn(WIDE, 64)), {}))
+
+
+@cache
+def graph() -> Graph:
+    return graph_of(capture(Layers(*(1024,) * 8), (torch.randn(WIDE, 64), torch.randn(WIDE, 64)), {}))
 
 
 def counts(stages: int) -> list[int]:
@@ -41,7 +46,7 @@ def counts(stages: int) -> list[int]:
 
 @cache
 def question(mesh: Mesh, count: int) -> Question:
-    return ask(in_rounds(GRAPH, count), within_stage(mesh), BETWEEN)
+    return ask(in_rounds(graph(), count), within_stage(mesh), BETWEEN)
 
 
 def floor(mesh: Mesh, count: int) -> float:
@@ -91,7 +96,7 @@ def test_every_divisor_and_mesh_of_a_stage_is_arranged() -> None:
 
 def test_the_best_arrangement_is_at_least_as_quick_as_each_by_itself() -> None:
     devices = Mesh(("data",), (4,))
-    unstaged = search(GRAPH, devices, BETWEEN, ALONE)
+    unstaged = search(graph(), devices, BETWEEN, ALONE)
     rows = best_arranged(
         arrangements(4, BETWEEN, None, counts), Arranged(devices, found=unstaged, searched=True), find, floor, ALONE
     )
@@ -99,7 +104,7 @@ def test_the_best_arrangement_is_at_least_as_quick_as_each_by_itself() -> None:
     assert isinstance(best.found, Pipeline) and best.searched and best.seconds < unstaged.predicted_seconds
     assert [row.seconds for row in rows] == sorted(row.seconds for row in rows)
     alone = {
-        (mesh, count): find_pipeline(GRAPH, mesh, BETWEEN, count, ALONE).step_seconds
+        (mesh, count): find_pipeline(graph(), mesh, BETWEEN, count, ALONE).step_seconds
         for mesh in (Mesh(("pipe", "data"), (2, 2)), Mesh(("pipe",), (4,)))
         for count in counts(mesh.sizes[0])
     }
@@ -114,7 +119,7 @@ def test_the_best_arrangement_is_at_least_as_quick_as_each_by_itself() -> None:
 def test_what_cannot_be_quicker_is_not_searched() -> None:
     """On links as quick as memory stages only add a bubble; the bound says so before anything is solved."""
     mesh = Mesh(("data",), (4,))
-    unstaged = search(GRAPH, mesh, FAST, ALONE)
+    unstaged = search(graph(), mesh, FAST, ALONE)
 
     def never(mesh: Mesh, count: int, request: Request, moved: bool) -> Pipeline:
         raise AssertionError(f"searched {mesh} in {count}")
