@@ -33,12 +33,9 @@ UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "
 
 @functools.cache
 def trees() -> dict[Path, ast.Module]:
-    """By path; parsed where a test asks, as two processes collect it."""
-    return {
-        path.relative_to(ROOT): ast.parse(path.read_text(), filename=str(path))
-        for folder in FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-    }
+    """By path."""
+    found = (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))
+    return {path.relative_to(ROOT): ast.parse(path.read_text(), filename=str(path)) for path in found}
 
 
 @functools.cache
