@@ -43,11 +43,13 @@ from autopar.trace.origins import Origins, tensors_in, writes_in_place
 from autopar.trace.packed import GIVEN_PACKED, LAYERS, Packing
 from autopar.trace.reads import Reads
 from autopar.trace.recurrent import kept_as_loops, with_states_as_given
+from autopar.trace.refused import refuse
 from autopar.trace.sharing import seen
 from autopar.trace.sized import counted_now, of_values, takes_sizes, with_sizes
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
 from autopar.trace.taken import taken_out, takes_out
 from autopar.trace.values import is_torchs
+from autopar.trace.windows import Windows
 from autopar.trace.written_out import copied, with_condition, with_limits, written_out
 
 REPLACED: dict[Any, Callable[..., Any]] = {
@@ -60,7 +62,6 @@ TRUTHS = ("equal", "allclose", "__contains__")
 LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 DATA: Any = torch.Tensor.data
-GRAD: Any = torch.Tensor.grad
 
 
 def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: list[str], reads: Reads) -> None:
@@ -139,6 +140,7 @@ class _Watch(TorchFunctionMode):
         self.literals = self.checks.literals = Literals(self.beside)
         self.origins = self.checks.origins = Origins(self.checks, reads.asked)
         self.packing, self.reads_at, self.arrays = Packing(self.origins), ReadsAt(), Arrays()
+        self.windows = Windows(self.checks, self.reads_at)
         self.results: list[Any] = []  # held, so that their ids stay theirs
         self.taken, self.uniform = Taken(), set[int]()  # ids of what torch.rand drew
         self.detached: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id; first itself
@@ -167,12 +169,14 @@ class _Watch(TorchFunctionMode):
             if func == DATA.__set__ and self._may_be_set(*args):
                 self.reads_at.set_anew({made for made, of in self.data.items() if of == id(args[0])})
                 func, kwargs = torch.Tensor.copy_, {}
-            self._refuse_what_is_not_traced(func, args, kwargs)
+            refuse(func, args, kwargs, bool(args) and id(args[0]) in self.registered - self.buffers)
+            self._let_require(func, args, kwargs)
             args, kwargs = self._as_taken(func, args, kwargs)
             func = REPLACED.get(func, func)
             if is_data := func == DATA.__get__:
                 func = torch.Tensor.detach  # the same, but that autograd sees what is written to it
             made = self.packing.answer(func, args) or kept_as_one(func, args, kwargs, self.checks)
+            made = made or self.windows.taken(func, args, kwargs)
             if (made := made or checked(func, args, kwargs, self.checks)) is not None:
                 with self:
                     found = made()
@@ -250,44 +254,14 @@ class _Watch(TorchFunctionMode):
         self.counting.look(func, args, result)
         self.arrays.made(func, args, result)
         self.reads_at.look(getattr(func, "__name__", ""), args, result)
+        self.windows.look(getattr(func, "__name__", ""), args, result)
         self.results.append(result)
         self.known |= set(map(id, tensors_in(result)))
 
-    def _refuse_what_is_not_traced(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A program has no hooks, and its parameters train or do not train as they did before the call."""
-        if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
-            raise TraceError(
-                f"forward registers a hook on a tensor{line_here()}, which a program would never call; scale or change "
-                "gradients in a torch.autograd.Function"
-            )
-        is_parameters = id(args[0]) in self.registered - self.buffers if args else False
-        if func == GRAD.__get__ and is_parameters and not is_torchs(caller(2)):
-            raise TraceError(
-                f"forward reads .grad of a parameter{line_here()}, which a program does not have: look at gradients "
-                "behind backward, outside of forward"
-            )
+    def _let_require(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Parameters train or do not train as they did before the call."""
         if func == REQUIRES_GRAD.__get__ and id(args[0]) in self.registered and not is_torchs(caller(2)):
             self.counting.asks_what_trains = True
-        if func is torch.Tensor.retain_grad:
-            raise TraceError(
-                f"forward has a tensor retain its gradient{line_here()}, and a program gives gradients of parameters "
-                "and arguments alone: leave it out, or make that tensor an argument"
-            )
-        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-            raise TraceError(
-                f"forward draws from a torch.Generator{line_here()}, which a program cannot go on with: leave "
-                "generator= out, or make what is to be the same in each call a buffer"
-            )
-        if func is nn.functional.multilabel_margin_loss:
-            raise TraceError(
-                f"torch traces multilabel_margin_loss{line_here()} as something else where labels end with -1 (its "
-                "decomposition counts what stands behind): compute that loss of what the parallel module gives"
-            )
-        if func == DATA.__set__:
-            raise TraceError(
-                f"forward sets .data of a tensor{line_here()}, which a program does not do: assign the new tensor to "
-                "the attribute (self.name = new), or change parameters outside of forward"
-            )
         sets = func in (REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_)
         if not sets or args[0].requires_grad == (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
             return

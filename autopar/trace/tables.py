@@ -113,11 +113,15 @@ class ReadsAt:
                 "to the tensor under torch.no_grad(), or make another one"
             )
         if name == "__setitem__":
-            self._written.pop(id(args[2]), None)
+            self.put_back(args[2])
         if args and writes_in_place(name, kwargs):
             if id(args[0]) in self._read:
                 self._written.setdefault(id(args[0]), line_here())
             self._old |= {id(result) for result, of in self._read.values() if of is args[0]}
+
+    def put_back(self, value: Any) -> None:
+        """That this is written to a place, as Python does behind `x[t] += y`."""
+        self._written.pop(id(value), None)
 
     def check(self, returned: Any) -> None:
         """Raises TraceError where a write would be lost, or what forward returns is no longer what it was."""

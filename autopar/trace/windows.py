@@ -1,0 +1,176 @@
+"""What lies at places that are hidden values, and is of one size: random crops (`i = torch.randint(t - n, (1,)).item();
+x[:, i:i + n]`), segments of each sample (`x[b, :, start[b]:start[b] + n]`), `x.narrow(1, i, n)`, `x[i]`. A trace has no
+values: it picks by indices, and each call checks that these are inside, as Python gives less where a slice reaches
+beyond the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.trace.checks import Checks
+from autopar.trace.lines import line_here
+from autopar.trace.numbers import Number
+from autopar.trace.tables import ReadsAt
+
+OUTSIDE = (
+    "a slice of {} elements that begins at a value{} reaches beyond the ends of the dim of {} in this call, where "
+    "Python gives fewer, and a program always gives so many: keep its begin between 0 and {}"
+)
+NAMES = ("__getitem__", "__setitem__", "narrow")
+ADDS = {"add": 1, "__add__": 1, "__radd__": 1, "sub": -1, "__sub__": -1}
+
+
+class Windows:
+    """Those of one forward. It sees which numbers are others and a constant more, so that `i + n` is known to lie `n`
+    behind `i`.
+    """
+
+    def __init__(self, checks: Checks, reads_at: ReadsAt) -> None:
+        self._checks, self._reads_at = checks, reads_at
+        self._from: dict[int, tuple[Any, Any, int]] = {}  # by id: a number, what it is counted from, and how far it is
+
+    def look(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """That a function of that name gave `result`."""
+        if not _is_place(result) or not args or not isinstance(args[0], Tensor):
+            return
+        if name in ADDS and len(args) == 2 and type(args[1]) is int:
+            root, far = self._root(args[0])
+            self._from[id(result)] = (result, args[0]), root, far + ADDS[name] * args[1]
+        elif name == "__getitem__" and type(args[1]) is int:
+            self._from[id(result)] = (result, args[0]), (id(args[0]), args[0]._version, args[1]), 0
+
+    def _root(self, number: Tensor) -> tuple[Any, int]:
+        _, root, far = self._from.get(id(number), (None, (id(number), number._version), 0))
+        return root, far
+
+    def taken(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Callable[[], Any] | None:
+        """What gives what `func` does of these, at places that nobody knows; None: there are none, or of no size."""
+        name = getattr(func, "__name__", "")
+        if name not in NAMES or not args or not isinstance(args[0], Tensor):
+            return None
+        if name == "narrow":
+            dim, start, length = (*args[1:], *kwargs.values())[:3] if len(args) + len(kwargs) == 4 else (0, 0, 0)
+            place = self._hidden(start)
+            return None if place is None else lambda: self._copy(args[0], self._window(args[0], dim, place, length))
+        return self._indexed(func, args)
+
+    def _indexed(self, func: Any, args: tuple[Any, ...]) -> Callable[[], Any] | None:
+        tensor, index, *value = args
+        parts = list(index) if isinstance(index, tuple) else [index]
+        found = {at: self._of_slice(part) for at, part in enumerate(parts) if isinstance(part, slice)}
+        slices = {at: one for at, one in found.items() if one is not None}
+        numbers = {
+            at: one
+            for at, part in enumerate(parts)
+            if isinstance(part, Number) and (one := self._hidden(part)) is not None
+        }
+        if not slices and not numbers:
+            return None
+        if any(isinstance(part, (Tensor, list, bool)) for at, part in enumerate(parts) if at not in numbers):
+            return None  # beside other indices
+        if not slices:  # as at a tensor without dims
+            whole = tuple(numbers.get(at, part) for at, part in enumerate(parts))
+            return lambda: self._copy(tensor, func(tensor, whole, *value))
+        spread = _spread(parts, tensor.ndim)
+        shift = len(spread) - len(parts)
+        behind = next((at for at, part in enumerate(parts) if part is Ellipsis), len(parts))
+        windows = {at if at < behind else at + shift: one for at, one in slices.items()}
+        hidden = {at if at < behind else at + shift: one for at, one in numbers.items()}
+        if value:
+            return lambda: self._written(tensor, spread, windows, hidden, value[0])
+        return lambda: self._copy(tensor, self._read(tensor, spread, windows, hidden))
+
+    def _copy(self, tensor: Tensor, made: Any) -> Any:
+        """What is read there: a copy, where torch gives a view."""
+        if made is not None:
+            self._reads_at.read(made, tensor)
+        return made
+
+    def _of_slice(self, part: slice) -> tuple[Tensor, int] | None:
+        """Where a slice begins, and how long it is, where both ends are hidden values and that is one number."""
+        ends = [self._hidden(one) for one in (part.start, part.stop)]
+        if ends[0] is None or ends[1] is None or part.step not in (None, 1):
+            return None
+        (first, near), (second, far) = map(self._root, (_as_kept(part.start), _as_kept(part.stop)))
+        return (ends[0], far - near) if first == second and far > near else None
+
+    def _hidden(self, number: Any) -> Tensor | None:
+        """An integer that nobody knows while this is traced, without dims."""
+        if isinstance(number, Number):
+            is_hidden = type(number) is Number and type(number.like) is int and number.known() is None
+            return number.tensor if is_hidden else None
+        is_hidden = isinstance(number, Tensor) and _is_place(number) and self._checks.known(number) is None
+        return number.reshape(()) if is_hidden else None
+
+    def _window(self, tensor: Tensor, dim: int, start: Tensor, length: int) -> Tensor:
+        return tensor.index_select(dim, self._places(tensor.shape[dim], start, length))
+
+    def _places(self, size: int, start: Tensor, length: int) -> Tensor:
+        told = OUTSIDE.format(length, line_here(), size, size - length)
+        self._checks.add(told, (start < 0) | (start > size - length))
+        return (start + torch.arange(length, device=start.device)).clamp(0, size - 1)  # the check comes behind the call
+
+    def _read(self, tensor: Tensor, parts: list[Any], windows: Any, hidden: Any) -> Tensor:
+        dims = _dims(parts)
+        for at, (start, length) in windows.items():
+            tensor = self._window(tensor, dims[at], start, length)
+        for at, place in hidden.items():
+            tensor = tensor.index_select(dims[at], place.reshape(1))
+        whole = {**dict.fromkeys(windows, slice(None)), **dict.fromkeys(hidden, 0)}
+        return tensor[tuple(whole.get(at, part) for at, part in enumerate(parts))]
+
+    def _written(self, tensor: Tensor, parts: list[Any], windows: Any, hidden: Any, value: Any) -> None:
+        """`tensor[parts] = value`, by one index for each dim: those meet in a grid."""
+        self._reads_at.put_back(value)
+        dims, places = _dims(parts), list[Tensor]()
+        kept = list[int]()
+        for at, part in enumerate(parts):
+            size = tensor.shape[dims[at]]
+            if at in windows:
+                places.append(self._places(size, *windows[at]))
+            elif at in hidden or type(part) is int:
+                places.append(
+                    hidden[at].reshape(1) if at in hidden else torch.tensor([part % size], device=tensor.device)
+                )
+                continue
+            else:
+                places.append(torch.arange(size, device=tensor.device)[part])
+            kept.append(len(places) - 1)
+        shape = [len(one) for one in places]
+        grid = tuple(one.view([-1 if at == dim else 1 for at in range(len(places))]) for dim, one in enumerate(places))
+        if isinstance(value, Tensor):
+            value = value.expand([shape[dim] for dim in kept]).reshape(shape)
+        tensor[grid] = value
+
+
+def _as_kept(number: Any) -> Tensor:
+    return number.tensor if isinstance(number, Number) else number
+
+
+def _is_place(number: Any) -> bool:
+    is_whole = isinstance(number, Tensor) and not number.is_floating_point() and not number.is_complex()
+    return is_whole and number.dtype != torch.bool and number.numel() == 1
+
+
+def _spread(parts: list[Any], dims: int) -> list[Any]:
+    """An index with a part for each dim."""
+    taken = sum(part is not None and part is not Ellipsis for part in parts)
+    rest = [slice(None)] * (dims - taken)
+    if Ellipsis not in [part for part in parts if part is Ellipsis]:
+        return [*parts, *rest]
+    at = next(at for at, part in enumerate(parts) if part is Ellipsis)
+    return [*parts[:at], *rest, *parts[at + 1 :]]
+
+
+def _dims(parts: list[Any]) -> list[int]:
+    """Of each part the dim that it is of; of None that of the next one."""
+    found, dim = list[int](), 0
+    for part in parts:
+        found.append(dim)
+        dim += part is not None
+    return found

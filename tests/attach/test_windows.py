@@ -1,0 +1,146 @@
+"""Slices of one length that begin at hidden values, and elements there: as on one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar
+from autopar import TraceError
+from autopar.errors import CheckFailed
+from tests.processes.compare import near, same_gradients
+
+ROWS, LONG, WIDTH = 4, 8, 6
+Form = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.linear, self.form = nn.Linear(WIDTH, WIDTH), form
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self, self.linear(x)).square().mean()
+
+
+def crop(model: Net, h: Tensor) -> Tensor:
+    begin = torch.randint(0, h.size(1) - 3 + 1, (1,)).item()
+    return h[:, begin : begin + 3]
+
+
+def crop_by_a_tensor(model: Net, h: Tensor) -> Tensor:
+    begin = torch.randint(0, h.size(1) - 3, (1,))
+    return h[:, begin + 1 : begin + 4] + h[:, begin : begin + 3]
+
+
+def crop_of_two_dims(model: Net, h: Tensor) -> Tensor:
+    top, left = (int(torch.randint(0, size - 2, ())) for size in h.shape[1:])
+    bottom = top + 2
+    return h[1:, top:bottom, left - 0 : left + 2]
+
+
+def segments(model: Net, h: Tensor) -> Tensor:
+    """As VITS has them."""
+    begins = (torch.rand(len(h)) * (h.size(1) - 3 + 1)).long()
+    made = torch.zeros_like(h[:, :3])
+    for place in range(len(h)):
+        made[place] = h[place, begins[place] : begins[place] + 3]
+    return made
+
+
+def at_the_largest(model: Net, h: Tensor) -> Tensor:
+    place = h.detach().mean((0, 2))[:-1].argmax()
+    return torch.cat(
+        [
+            h.narrow(1, place, 2),
+            h[:, place.item()][:, None],
+            h[1, ..., place.item() % 2, None].mT.expand(4, 1, 8)[..., :6],
+        ],
+        1,
+    )
+
+
+def erased(model: Net, h: Tensor) -> Tensor:
+    """As SpecAugment and cutout have it."""
+    begin = torch.randint(0, 3, (1,)).item()
+    h = h.clone()
+    h[:, begin : begin + 2] = 0.0
+    h[-1, :, begin : begin + 2] = h[0, :, :2] * 2
+    h[0, begin] = h[1, begin]
+    h[:, begin : begin + 2] += 1
+    return h
+
+
+def in_a_branch(model: Net, h: Tensor) -> Tensor:
+    begin = h.detach().mean((0, 2))[:-2].argmax()
+    if h.mean() > 0:
+        h = h * 2 + h[:, begin : begin + 1]
+    return h
+
+
+FORMS = [crop, crop_by_a_tensor, crop_of_two_dims, segments, at_the_largest, erased, in_a_branch]
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(ROWS, LONG, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+
+
+def steps_alike(plain: nn.Module, parallel: Any, count: int = 4) -> None:
+    for number in range(count):
+        found = list[Tensor]()
+        for model in (plain, parallel):
+            model.zero_grad()
+            torch.manual_seed(number)
+            loss = model(batch(number))
+            loss.backward()
+            found.append(loss)
+        near(found[1], found[0], 1e-12, f"loss {number}")
+        same_gradients(plain, parallel)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_they_are_as_on_one_process(one: DeviceMesh, form: Form) -> None:
+    torch.manual_seed(0)
+    plain = Net(form).double()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    steps_alike(plain, parallel)
+    assert len(parallel._autopar.prepared()) == 1
+
+
+def beyond(model: Net, h: Tensor) -> Tensor:
+    begin = h.detach().mean().mul(0).long() + LONG - 1
+    return h[:, begin : begin + 2]
+
+
+def test_what_reaches_beyond_the_end_is_no_such_slice(one: DeviceMesh) -> None:
+    parallel = autopar.compile(Net(beyond).double(), one)
+    with pytest.raises(
+        CheckFailed, match=r"a slice of 2 elements that begins at a value at .* beyond the ends .* of 8"
+    ):
+        parallel(batch(0))
+
+
+def written_to(model: Net, h: Tensor) -> Tensor:
+    begin = torch.randint(0, 3, (1,)).item()
+    h = h.clone()
+    h[:, begin : begin + 2].zero_()
+    return h
+
+
+def of_a_length(model: Net, h: Tensor) -> Tensor:
+    return h[:, : torch.randint(1, 3, (1,)).item()]
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [(written_to, "writes in place to what it has read at a place that is a value"), (of_a_length, "needs a number")],
+)
+def test_what_has_no_one_size_or_would_be_lost_is_refused(one: DeviceMesh, form: Form, told: str) -> None:
+    with pytest.raises(TraceError, match=told):
+        autopar.compile(Net(form).double(), one)(batch(0))
