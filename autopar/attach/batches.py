@@ -48,16 +48,30 @@ def from_local(batch: Any, device_mesh: DeviceMesh, *, averages: bool) -> Any:
         if not isinstance(part, Tensor) or isinstance(part, DTensor) or not part.ndim:
             return part
         shape = torch.Size((part.shape[0] * device_mesh.size(), *part.shape[1:]))
-        given = part.view_as(part) if torch.is_grad_enabled() and part.requires_grad else part.detach()
-        if averages and given.requires_grad:
-            given.register_hook(lambda gradient: gradient * device_mesh.size())
-        return DTensor.from_local(
-            given.to(device_mesh.device_type).contiguous(), device_mesh, [Shard(0)] * device_mesh.ndim,
-            run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride(),
-        )  # fmt: skip
+        given = part if torch.is_grad_enabled() and part.requires_grad else part.detach()
+        return _FromLocal.apply(given, device_mesh, shape, averages)
 
     make_known(batch)
     return pytree.tree_map(joined, batch)
+
+
+class _FromLocal(torch.autograd.Function):
+    """`DTensor.from_local`, whose backward would make zeros of no gradient, and go on to what made the part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, device_mesh: DeviceMesh, shape: torch.Size, averages: bool) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.placements, ctx.times = [Shard(0)] * device_mesh.ndim, device_mesh.size() if averages else 1
+        return DTensor.from_local(
+            part.detach().to(device_mesh.device_type).contiguous(), device_mesh, ctx.placements, run_check=False,
+            shape=shape, stride=torch.empty(shape, device="meta").stride(),
+        )  # fmt: skip
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        if gradient is None:
+            return None, None, None, None
+        return gradient.redistribute(placements=ctx.placements).to_local() * ctx.times, None, None, None
 
 
 def is_split_by_rows(part: Any) -> bool:

@@ -64,7 +64,9 @@ def differentiated(before: Before, ctx: Any, given: Mapping[str, tuple[Tensor, L
         outputs, _ = full.runner(step, [held[node.target] for node in full.runner.parameters])
     step.skipped |= _not_taken(full, outputs)
     made = _by_name(before, full, derivative, outputs, held)
-    left = idle(before.prepared.graph, given.keys(), ctx.step.skipped)
+    # The first program's backward begins at outputs that have a tangent there: it says nothing of the others.
+    tells = before.prepared.without_tangent.isdisjoint(given)
+    left = idle(before.prepared.graph, given.keys(), ctx.step.skipped) if tells else set[str]()
     return tuple(None if name in left else made.get(name) for name in (*held, *ctx.step.through))
 
 

@@ -79,13 +79,14 @@ class _Relaid(torch.autograd.Function):
         ctx: Any, local: Tensor, shape: tuple[int, ...], before: Layout, after: Layout, device_mesh: DeviceMesh
     ) -> Tensor:
         ctx.like = shape, after, before, device_mesh
+        ctx.set_materialize_grads(False)
         made = relaid(local.detach().contiguous(), shape, before, after, device_mesh)
         return made.view_as(made)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         refuse_batches(ctx.like[-1].size(), gradient)
-        return relaid_with_gradient(gradient, *ctx.like), None, None, None, None
+        return None if gradient is None else relaid_with_gradient(gradient, *ctx.like), None, None, None, None
 
 
 class _Piece(torch.autograd.Function):
@@ -110,12 +111,13 @@ class _Whole(torch.autograd.Function):
         ctx: Any, piece: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh, device_mesh: DeviceMesh
     ) -> Tensor:
         ctx.like = layout, mesh, device_mesh
+        ctx.set_materialize_grads(False)
         return whole_within(as_dtensor(piece.detach().contiguous(), shape, layout, device_mesh))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         refuse_batches(ctx.like[-1].size(), gradient)
-        return piece_with_gradient(gradient, *ctx.like), None, None, None, None
+        return None if gradient is None else piece_with_gradient(gradient, *ctx.like), None, None, None, None
 
 
 def _on(value: DTensor, device_mesh: DeviceMesh) -> DTensor:

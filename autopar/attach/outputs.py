@@ -39,6 +39,7 @@ class _WholeWhenRead(torch.autograd.Function):
         averages: bool,
     ) -> Tensor:  # fmt: skip
         ctx.layout, ctx.mesh, ctx.device_mesh, ctx.averages = layout, mesh, device_mesh, averages
+        ctx.set_materialize_grads(False)
         found: list[Tensor] = []
 
         def gather() -> Tensor:
@@ -50,7 +51,9 @@ class _WholeWhenRead(torch.autograd.Function):
         return Late(torch.empty(shape, dtype=local.dtype, device="meta"), gather, local.device)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if gradient is None:
+            return (None,) * 6
         refuse_batches(ctx.device_mesh.size(), gradient)
         if ctx.averages:
             gradient = averaged(gradient, ctx.device_mesh)
@@ -84,9 +87,10 @@ class _Averaged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, held: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
+        ctx.set_materialize_grads(False)
         looks = StorageWeakRef(rows.untyped_storage()) == StorageWeakRef(held.untyped_storage())
         return rows.view_as(rows) if looks else rows.data  # what is no view may be changed in place
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return gradient / ctx.ranks, None, None
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        return None if gradient is None else gradient / ctx.ranks, None, None

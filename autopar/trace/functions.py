@@ -31,6 +31,11 @@ from autopar.trace.numbers import Number
 _LIBRARY = torch.library.Library("autopar_functions", "DEF")
 _LIBRARY.define("apply(Tensor[] tensors, int number) -> Tensor[]")
 _CALLABLES = (nn.Module, types.FunctionType, types.MethodType, functools.partial)
+# What backward names that computes again, and gives the gradients of that.
+OF_CHECKPOINTS = {
+    "torch", "enable_grad", "autograd", "grad", "detach", "requires_grad_", "view_as", "run_function", "input_tensors",
+    "input_params", "x", "tuple", "list", "ctx", "cuda", "amp", "autocast", "gpu_autocast_kwargs",
+}  # fmt: skip
 _here = threading.local()  # applications: those of the export that runs in this thread
 
 
@@ -109,23 +114,18 @@ def _applied(kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs:
 
 def _computed_again(kind: type[torch.autograd.Function], args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """What the function is called with that comes first, where all that `kind` does is to call it, and again in
-    backward: torch's, Megatron's, and that of diffusion models, which is told of parameters behind `length` arguments.
+    backward: torch's, and that of diffusion models, which is told of the parameters behind `length` arguments.
     """
     if kind is CheckpointFunction:
         return args[2:]
-    if kind.__name__ != "CheckpointFunction" or not {"run_function", "enable_grad"} <= _names_in(kind.backward):
+    names = getattr(kind.backward, "__code__", _CODE).co_names
+    is_alike = kind.__name__ == "CheckpointFunction" and set(names) <= OF_CHECKPOINTS
+    if not is_alike or [*inspect.signature(kind.forward).parameters][1:3] != ["run_function", "length"]:
         return None
-    match [*inspect.signature(kind.forward).parameters][1:]:
-        case ["run_function", "length", _]:
-            return args[2 : 2 + args[1]]
-        case ["run_function", "preserve_rng_state" | "distribute_saved_activations", _]:
-            return args[2:]
-        case _:
-            return None
-
-
-def _names_in(function: Any) -> set[str]:
-    return {*getattr(function, "__code__", _CODE).co_names}
+    module, told = getattr(args[0], "__self__", None), args[2 + args[1] :]
+    if not isinstance(module, nn.Module) or {*map(id, told)} != {*map(id, module.parameters())}:
+        return None  # others would have no gradients
+    return args[2 : 2 + args[1]]
 
 
 def _as_tensor(number: Any) -> Any:

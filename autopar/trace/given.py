@@ -6,7 +6,7 @@ outputs, and each call lets the caller's hold it (`autopar.attach.changed`).
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -169,7 +169,8 @@ class _Referring:
         self._known: dict[int, Any] = {
             id(leaf): Output(place) for place, leaf in enumerate(pytree.tree_leaves(outputs)) if is_made(leaf)
         }
-        self._known |= {id(part): OutputPart(at) for at, part in _containers((), outputs, theirs)}
+        for at, part in _containers((), outputs, theirs):
+            self._known.setdefault(id(part), OutputPart(at))
         self._known |= {
             id(part): Theirs((*one.at, key)) for one in given for key, part in one.parts.items() if is_one(part)
         }
@@ -270,7 +271,7 @@ def let_hold(container: Any, parts: Mapping[Any, Any]) -> None:
     elif not isinstance(container, Mapping):
         let_have(container, parts)
     else:
-        table: Any = container
+        table: Any = container.data if isinstance(container, UserDict) else container
         kept = [key for key in table if key in parts]
         is_in_order = kept == [*parts][: len(kept)]
         for key in [key for key in table if key not in parts or not is_in_order]:

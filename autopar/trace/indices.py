@@ -74,8 +74,7 @@ def read_all(tensor: Tensor, given: Sequence[Picked]) -> Picked:
     is_each = [place_of(one) for one in given] == [*range(rows.mask.ndim)]
     is_there = is_each and tensor.shape[: len(given)] == rows.mask.shape
     dense = tensor if is_there else tensor[tuple(one.dense for one in given)]
-    is_apart = is_there or rows.origins.checks.branches.here()  # gradients of gradients would go on into a branch
-    return type(rows)(apart(dense, rows) if is_apart else dense, rows.mask, rows.key, rows.origins)
+    return type(rows)(apart(dense, rows), rows.mask, rows.key, rows.origins)  # what is not picked may be not finite
 
 
 def read_at(name: str, tensor: Tensor, *args: Any) -> Picked:

@@ -12,10 +12,14 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.trace.values import COLLECTIONS, KEEPERS, MUTABLE, PLAIN, SCALARS, few_in, held_in, is_of_torch, own_names
+
+READ_AS_DICTS = "__iter__", "items", "__getitem__", "__setitem__", "__delitem__"
+BESIDE = (enum.Enum, torch.dtype, torch.device)  # parts of objects, which no program has
 
 
 def make_known(value: Any) -> None:
@@ -64,8 +68,8 @@ def may_be_state(value: Any) -> bool:
     """Whether it is an object whose attributes are all that it has, or a dict of a class of its own."""
     kind = type(value)
     if isinstance(value, dict):
-        as_dicts = kind.__iter__ is dict.__iter__ and kind.items is dict.items and not getattr(value, "__dict__", None)
-        return as_dicts and kind not in pytree.SUPPORTED_NODES
+        as_dicts = all(getattr(kind, name) is getattr(dict, name) for name in READ_AS_DICTS)
+        return as_dicts and not getattr(value, "__dict__", None) and kind not in pytree.SUPPORTED_NODES
     if isinstance(value, (*PLAIN, *SCALARS, *COLLECTIONS)) or is_of_torch(kind) or is_frozen(value):
         return False
     has_own_ways = any("__getattr__" in vars(one) for one in kind.__mro__)
@@ -136,7 +140,7 @@ def put_together(kind: type[Any], parts: Iterable[Any], context: tuple[Iterable[
     """
     names, fixed = context
     if issubclass(kind, dict):
-        table: Any = kind.__new__(kind)
+        table: Any = dict.__new__(kind)
         dict.update(table, zip(names, parts, strict=True))
         return table
     if issubclass(kind, UserDict):
@@ -160,7 +164,7 @@ def _register(kind: type[Any]) -> None:
 
 def _taken_apart(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
     held = attributes(value)
-    parts = {name: part for name, part in held.items() if not isinstance(part, enum.Enum)}  # which no program has
+    parts = {name: part for name, part in held.items() if not isinstance(part, BESIDE)}
     return [*parts.values()], (tuple(parts), tuple((name, part) for name, part in held.items() if name not in parts))
 
 

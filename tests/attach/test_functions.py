@@ -215,32 +215,49 @@ class CheckpointFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run_function: Any, length: int, *args: Any) -> Any:  # type: ignore[override]
-        ctx.run_function, ctx.inputs, ctx.params = run_function, [*args[:length]], [*args[length:]]
+        ctx.run_function, ctx.input_tensors, ctx.input_params = run_function, [*args[:length]], [*args[length:]]
         with torch.no_grad():
-            return ctx.run_function(*ctx.inputs)
+            return ctx.run_function(*ctx.input_tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
-        inputs = [one.detach().requires_grad_() for one in ctx.inputs]
+    def backward(ctx: Any, *output_grads: Tensor) -> Any:  # type: ignore[override]
+        ctx.input_tensors = [x.detach().requires_grad_(True) for x in ctx.input_tensors]
         with torch.enable_grad():
-            outputs = ctx.run_function(*(one.view_as(one) for one in inputs))
-        return None, None, *torch.autograd.grad(outputs, inputs + ctx.params, gradients, allow_unused=True)
+            shallow_copies = [x.view_as(x) for x in ctx.input_tensors]
+            output_tensors = ctx.run_function(*shallow_copies)
+        input_grads = torch.autograd.grad(
+            output_tensors, ctx.input_tensors + ctx.input_params, output_grads, allow_unused=True
+        )
+        return (None, None, *input_grads)
+
+
+class Block(nn.Module):
+    def __init__(self, tells: bool) -> None:
+        super().__init__()
+        self.inner, self.tells = nn.Linear(6, 6), tells
+
+    def forward(self, x: Tensor) -> Tensor:
+        return CheckpointFunction.apply(self._forward, 1, x, *(self.parameters() if self.tells else ()))
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x).tanh()
 
 
 class ComputedAgain(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, tells: bool = True) -> None:
         super().__init__()
-        self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.block, self.last = Block(tells), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = CheckpointFunction.apply(lambda x: x + self.inner(x).tanh(), 1, self.last(x), *self.inner.parameters())
-        return h.square().mean()
+        return self.block(self.last(x)).square().mean()
 
 
 def test_what_is_computed_again_in_backward_trains(one: DeviceMesh) -> None:
     torch.manual_seed(0)
     plain = ComputedAgain()
     train_alike(plain, autopar.compile(copy.deepcopy(plain), one), [torch.randn(4, 6) for _ in range(3)])
+    with pytest.raises(TraceError, match="is given a module or function, whose parameters a program would not train"):
+        autopar.compile(ComputedAgain(tells=False), one)(torch.randn(4, 6))
 
 
 def test_rows_that_values_pick_are_refused(one: DeviceMesh) -> None:
