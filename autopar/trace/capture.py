@@ -60,6 +60,7 @@ from autopar.trace.outside import states_outside, undrawn, unlike
 from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts
 from autopar.trace.reads import Reads, refuse, watching
+from autopar.trace.records import classes_in
 from autopar.trace.tangents import outputs_settled
 from autopar.trace.values import Change
 from autopar.trace.written import read_before_assigned
@@ -316,7 +317,7 @@ def _exported(
         autocast_as(setting.autocast),
         autocast_as_asked(setting.device_type),
         unsaved_as_attributes(copy.reads),
-        watching(copy.model, copy.reads, copy.originals),
+        watching(copy.model, copy.reads, copy.originals, classes_in(inputs.call())),
     ):
         with (
             setting.drawing.standing(copy.model),

@@ -247,15 +247,15 @@ def _put_back(place: Any, name: str, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any]) -> Iterator[None]:
+def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any], given: Collection[type]) -> Iterator[None]:
     """Note in `reads` what is read of the modules of `model`, which is nobody else's, while the body runs.
-    `originals`: id of what was copied for it -> that.
+    `originals`: id of what was copied for it -> that; `given`: classes of arguments.
     """
     # Of a module under several names torch's tracer gives objects that stand for it, and have its attributes.
     path_of = {id(vars(module)): path for path, module in model.named_modules()}
     modules = list(model.modules())
     kinds = dict.fromkeys(map(type, modules))
-    held = dict.fromkeys(type(value) for module in modules for value in vars(module).values())
+    held = dict.fromkeys([*(type(value) for module in modules for value in vars(module).values()), *given])
     settings = Settings(methods_of([*kinds, *held]))
     hooks = [hook for module in modules for kind in FORWARD_HOOKS for hook in getattr(module, kind).values()]
     states = [value for value in reads.counting.values(dict(model.named_modules())) if is_state(value)]

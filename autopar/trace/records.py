@@ -119,6 +119,13 @@ def tensors_within(value: Any, depth: int = 8) -> list[Tensor]:
     return [one for part in parts if depth for one in tensors_within(part, depth - 1)]
 
 
+def classes_in(value: Any) -> set[type]:
+    """Of the objects in it that are taken apart, and of dicts and tuples of classes of one's own."""
+    parts = [*attributes(value).values()] if is_state(value) else held_in(value)
+    is_own = is_state(value) or (isinstance(value, (dict, tuple)) and type(value) not in (dict, tuple))
+    return {type(value) for _ in range(is_own)}.union(*map(classes_in, parts))
+
+
 def attributes(value: Any) -> dict[str, Any]:
     """What an object holds: the fields of a dataclass, and what was set beside them."""
     there = (one.name for one in (fields(value) if is_dataclass(value) else ()) if hasattr(value, one.name))

@@ -113,6 +113,35 @@ def test_what_forward_returns_is_as_it_made_it(one: DeviceMesh) -> None:
         near(parallel(batch).loss, plain(batch).loss, 1e-6, "loss")
 
 
+SCALES = {"scale": 1.0}
+
+
+class Scales(Batch):
+    """What its class says, and what its methods read, counts as what the model's own code reads."""
+
+    times = 1.0
+
+    def scaled(self) -> Tensor:
+        return self.x * SCALES["scale"]
+
+
+class OfMethods(Net):
+    def forward(self, batch: Any, settings: Settings | None = None) -> Tensor:
+        return (self.inner(batch.scaled()) - batch.y).square().mean() * batch.times
+
+
+def test_what_classes_of_batches_say_and_their_methods_read_is_seen(
+    one: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = OfMethods()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for times, scale in ((1.0, 1.0), (0.5, 1.0), (0.5, 3.0)):
+        monkeypatch.setattr(Scales, "times", times)
+        monkeypatch.setitem(SCALES, "scale", scale)
+        batch = Scales(torch.randn(6, 8), torch.randn(6, 4))
+        near(parallel(batch), plain(batch), 1e-6, f"{times} {scale}")
+
+
 class Tokens(UserDict[str, Tensor]):
     """As a tokenizer gives them (transformers' `BatchEncoding`)."""
 
