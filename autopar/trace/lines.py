@@ -183,7 +183,7 @@ def naming_the_line(inputs: str, by_itself: Callable[[], object]) -> Iterator[No
             what = f"{line}: {OWN_WORDS[advice]}{f' ({found[1]})' if found else ''}."
         if not advice and (alone := _error_of(by_itself)) is not None and type(alone) is type(error):
             given = f"{inputs}{',' * bool(line)}"
-            raise _as_raised(error)(f"the model does not run with its inputs, {given}{what} {NO_RUN}") from error
+            raise _as_raised(error, f"the model does not run with its inputs, {given}{what} {NO_RUN}") from error
         if not advice:
             it_runs = IT_RUNS + (": rewrite that line." if line else NO_LINE)
             advice = it_runs if alone is None else BY_ITSELF
@@ -191,13 +191,16 @@ def naming_the_line(inputs: str, by_itself: Callable[[], object]) -> Iterator[No
         raise kind(f"the model cannot be captured as one graph{what} {advice}") from error
 
 
-def _as_raised(error: Exception) -> type[TraceError]:
+def _as_raised(error: Exception, told: str) -> TraceError:
     """A TraceError that a script which expects such an exception of its model catches as that, too."""
     kind = type(error)
-    if kind.__basicsize__ != RuntimeError.__basicsize__ or issubclass(TraceError, kind):  # of files, say
-        return TraceError
+    of_python = (one for one in kind.__mro__ if one.__module__ == "builtins" and one is not object)
+    if any(one.__basicsize__ != Exception.__basicsize__ for one in of_python) or isinstance(error, RuntimeError):
+        return TraceError(told)  # those of files, say, are made otherwise
     plain = {"__init__": RuntimeError.__init__, "__str__": RuntimeError.__str__, "__module__": TraceError.__module__}
-    return type(TraceError.__name__, (TraceError, kind), plain)
+    made = type(TraceError.__name__, (TraceError, kind), plain)(told)
+    vars(made).update(vars(error))
+    return made
 
 
 def _error_of(call: Callable[[], object]) -> Exception | None:

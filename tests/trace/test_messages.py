@@ -68,13 +68,24 @@ def test_advice_fits_the_cause(does: Callable[[Tensor], Tensor], told: str, depe
     assert ("it fails in the same way on tensors of these shapes" in str(caught.value)) != depends_on_values
 
 
-@pytest.mark.parametrize(("does", "kind"), [(own_error, ValueError), (missing_key, KeyError)])
+class Skipped(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__("skipped")
+        self.code = code
+
+
+def skipped(x: Tensor) -> Tensor:
+    raise Skipped(7)
+
+
+@pytest.mark.parametrize(("does", "kind"), [(own_error, ValueError), (missing_key, KeyError), (skipped, Skipped)])
 def test_a_script_that_expects_an_exception_of_its_model_catches_it(
     does: Callable[[Tensor], Tensor], kind: type[Exception]
 ) -> None:
     with pytest.raises(kind, match="the model does not run with its inputs") as caught:
         capture(Model(does), (torch.randn(2, 4),), {})
     assert isinstance(caught.value, TraceError) and type(caught.value).__name__ == "TraceError"
+    assert getattr(caught.value, "code", 7) == 7
 
 
 def test_what_runs_without_autopar_is_not_blamed_on_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
