@@ -200,6 +200,7 @@ class _Watch(TorchFunctionMode):
                 return self.checks.branches.given(self._with_numbers(func, args, kwargs))
             result = self._result(func, args, kwargs)
             self._see(func, args, result, is_data)
+            self.windows.look(getattr(func, "__name__", ""), () if kwargs else args, result)
             self.results += self.taken.made_by(result, kwargs)
             return self.checks.branches.given(result)
 
@@ -254,7 +255,6 @@ class _Watch(TorchFunctionMode):
         self.counting.look(func, args, result)
         self.arrays.made(func, args, result)
         self.reads_at.look(getattr(func, "__name__", ""), args, result)
-        self.windows.look(getattr(func, "__name__", ""), args, result)
         self.results.append(result)
         self.known |= set(map(id, tensors_in(result)))
 

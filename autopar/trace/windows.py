@@ -7,6 +7,7 @@ beyond the end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ OUTSIDE = (
 )
 NAMES = ("__getitem__", "__setitem__", "narrow")
 ADDS = {"add": 1, "__add__": 1, "__radd__": 1, "sub": -1, "__sub__": -1}
+SAME = ("reshape", "view", "squeeze", "flatten", "detach", "clone", "long", "to")
 
 
 class Windows:
@@ -35,12 +37,14 @@ class Windows:
         self._from: dict[int, tuple[Any, Any, int]] = {}  # by id: a number, what it is counted from, and how far it is
 
     def look(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """That a function of that name gave `result`."""
+        """That a function of that name gave `result`, with no arguments by name."""
         if not _is_place(result) or not args or not isinstance(args[0], Tensor):
             return
         if name in ADDS and len(args) == 2 and type(args[1]) is int:
             root, far = self._root(args[0])
             self._from[id(result)] = (result, args[0]), root, far + ADDS[name] * args[1]
+        elif name in SAME and _is_place(args[0]):
+            self._from[id(result)] = (result, args[0]), *self._root(args[0])
         elif name == "__getitem__" and type(args[1]) is int:
             self._from[id(result)] = (result, args[0]), (id(args[0]), args[0]._version, args[1]), 0
 
@@ -82,7 +86,8 @@ class Windows:
         windows = {at if at < behind else at + shift: one for at, one in slices.items()}
         hidden = {at if at < behind else at + shift: one for at, one in numbers.items()}
         if value:
-            return lambda: self._written(tensor, spread, windows, hidden, value[0])
+            is_known = not any(part is None for part in spread)
+            return partial(self._written, tensor, spread, windows, hidden, value[0]) if is_known else None
         return lambda: self._copy(tensor, self._read(tensor, spread, windows, hidden))
 
     def _copy(self, tensor: Tensor, made: Any) -> Any:
@@ -144,6 +149,7 @@ class Windows:
         shape = [len(one) for one in places]
         grid = tuple(one.view([-1 if at == dim else 1 for at in range(len(places))]) for dim, one in enumerate(places))
         if isinstance(value, Tensor):
+            value = value.reshape(value.shape[max(0, value.ndim - len(kept)) :])  # those before are of one element
             value = value.expand([shape[dim] for dim in kept]).reshape(shape)
         tensor[grid] = value
 

@@ -77,6 +77,13 @@ def erased(model: Net, h: Tensor) -> Tensor:
     return h
 
 
+def asked_twice(model: Net, h: Tensor) -> Tensor:
+    places = torch.randint(0, 3, (2,))
+    h = h.clone()
+    h[0, places[1] : places[1] + 2] = torch.ones(1, 1, 2, 1, dtype=h.dtype) * h[1, :2]
+    return h[:, places[0].item() : places[0].item() + 2] * torch.add(places[1], 1)
+
+
 def in_a_branch(model: Net, h: Tensor) -> Tensor:
     begin = h.detach().mean((0, 2))[:-2].argmax()
     if h.mean() > 0:
@@ -84,7 +91,7 @@ def in_a_branch(model: Net, h: Tensor) -> Tensor:
     return h
 
 
-FORMS = [crop, crop_by_a_tensor, crop_of_two_dims, segments, at_the_largest, erased, in_a_branch]
+FORMS = [crop, crop_by_a_tensor, crop_of_two_dims, segments, at_the_largest, erased, asked_twice, in_a_branch]
 
 
 def batch(number: int) -> Tensor:
@@ -133,14 +140,23 @@ def written_to(model: Net, h: Tensor) -> Tensor:
     return h
 
 
+def of_twice_as_many(model: Net, h: Tensor) -> Tensor:
+    begin = torch.randint(0, 3, (1,))
+    return h[:, begin : torch.add(begin, 1, alpha=2)]
+
+
 def of_a_length(model: Net, h: Tensor) -> Tensor:
     return h[:, : torch.randint(1, 3, (1,)).item()]
 
 
-@pytest.mark.parametrize(
-    ("form", "told"),
-    [(written_to, "writes in place to what it has read at a place that is a value"), (of_a_length, "needs a number")],
-)
-def test_what_has_no_one_size_or_would_be_lost_is_refused(one: DeviceMesh, form: Form, told: str) -> None:
-    with pytest.raises(TraceError, match=told):
+REFUSED = {
+    written_to: "writes in place to what it has read at a place that is a value",
+    of_a_length: "needs a number out of a tensor at once",
+    of_twice_as_many: "it needs the values of a tensor",
+}
+
+
+@pytest.mark.parametrize("form", REFUSED, ids=lambda form: form.__name__)
+def test_what_has_no_one_size_or_would_be_lost_is_refused(one: DeviceMesh, form: Form) -> None:
+    with pytest.raises(TraceError, match=REFUSED[form]):
         autopar.compile(Net(form).double(), one)(batch(0))
