@@ -52,7 +52,9 @@ def from_local(batch: Any, device_mesh: DeviceMesh, *, averages: bool) -> Any:
         return _FromLocal.apply(given, device_mesh, shape, averages)
 
     make_known(batch)
-    return pytree.tree_map(joined, batch)
+    leaves, spec = pytree.tree_flatten(batch)
+    made = {id(leaf): joined(leaf) for leaf in leaves}  # one that is given twice stays one
+    return pytree.tree_unflatten([made[id(leaf)] for leaf in leaves], spec)
 
 
 class _FromLocal(torch.autograd.Function):

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from autopar.ir.graph import output_types
 from autopar.trace.calls import Call
 from autopar.trace.counted import put_back
 from autopar.trace.formulas import Computed
+from autopar.trace.identity import refuse_one_for_two
 from autopar.trace.outputs import Returned, arrays_of, memory_of, numbers_of, taken_of
 from autopar.trace.writes import put
 
@@ -39,6 +41,9 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key, own: Callabl
     hooked, count = prepared.hooked
     if sum(map(len, hooked)) != count:
         refuse(parallel)
+    positional, named = call.given
+    held = (one for one in (*positional, *named.values()) if not isinstance(one, Tensor))
+    refuse_one_for_two(chain((state.model_class,), map(type, parallel.modules())), (*call.tensors, *held))
     parameters, computed = parameters_of(prepared, state.device_mesh), prepared.counting.computed(prepared.modules)
     before = _before(parallel, prepared, key)
     given = own() if prepared.changed or prepared.gives_theirs else call

@@ -1,0 +1,41 @@
+"""Forwards that tell by `is` whether two of their arguments are one (`if context is x`): in a trace they are two."""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Iterable
+from types import CodeType
+from typing import Any
+
+from autopar.errors import TraceError
+from autopar.trace.code import functions_of
+from autopar.trace.values import SCALARS, is_torchs
+
+
+@functools.cache
+def _compared(code: CodeType) -> tuple[str, str, int] | None:
+    """Two arguments that it compares by `is`, and the line."""
+    given = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+    found = [*dis.get_instructions(code)]
+    for left, right, asks in zip(found, found[1:], found[2:], strict=False):
+        names = {left.argval, right.argval} if left.opname == right.opname == "LOAD_FAST" else set[str]()
+        if asks.opname == "IS_OP" and len(names) == 2 and names <= given and asks.positions is not None:
+            return left.argval, right.argval, asks.positions.lineno or code.co_firstlineno
+    return None
+
+
+def refuse_one_for_two(kinds: Iterable[type], given: Iterable[Any]) -> None:
+    """Raises TraceError where two of these are one, and a forward of those classes asks that of its arguments."""
+    ids = [id(one) for one in given if not isinstance(one, SCALARS)]
+    if len({*ids}) == len(ids):
+        return
+    for function in (one for kind in dict.fromkeys(kinds) for one in functions_of(kind.forward)):  # type: ignore[attr-defined]
+        code = function.__code__
+        if is_torchs(code.co_filename) or (found := _compared(code)) is None:
+            continue
+        left, right, line = found
+        raise TraceError(
+            f"forward asks whether {left} is {right} at {code.co_filename}:{line}, and this call passes one thing "
+            "under two names, which are two in a trace: have forward take None, or a flag, where they are one"
+        )
