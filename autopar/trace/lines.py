@@ -41,6 +41,10 @@ OBJECT = (
     "Take and return tensors, numbers, text, and lists, tuples, dicts or dataclasses of these; what an object holds is "
     "not seen."
 )
+ARGUMENT = (
+    "Make a module a part of the model, so that it is trained, or call it outside and pass what it gives; of other "
+    "objects pass the tensors and numbers."
+)
 ARRAY = "Give tensors: torch.from_numpy(array)."
 COLLECTIVE = (
     "A program computes with the whole batch on all ranks, and would count what each rank sends as another part of it: "
@@ -88,6 +92,7 @@ ADVICE = (
     (re.compile("'Drawn'"), DRAWN),
     (re.compile("UncapturedHigherOrderOpError"), CHOOSE),  # of torch 2.11
     (re.compile("Expected inputs of BF16 type"), GROUPED),
+    (re.compile("all flat_args must be KNOWN_TYPES"), ARGUMENT),
     (re.compile("Unsupported input type <class 'numpy"), ARRAY),
     (re.compile("Unsupported input type|functorch/issues/475"), OBJECT),
     (
@@ -106,6 +111,7 @@ KEYS = (
 OWN_WORDS = {
     IN_PLACE: "an argument that requires grad is changed in place (x += ..., inplace=True of the first layer)",
     CACHE: "it takes or gives a key/value cache",
+    ARGUMENT: "an argument is, or holds, a module or another object that a program does not take",
     ARRAY: "an input is a numpy array",
     OBJECT: "it takes or gives an object of a class of its own",
     COLLECTIVE: "it calls a collective itself",

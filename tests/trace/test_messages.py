@@ -298,6 +298,11 @@ def test_a_loss_that_torch_traces_wrong_is_refused() -> None:
         capture(model, (x,), {})
 
 
+def test_a_module_as_an_argument_is_told_as_such() -> None:
+    with pytest.raises(TraceError, match="an argument is, or holds, a module .* Make a module a part of the model"):
+        capture(Model(lambda x: x["x"].sum()), ({"x": torch.randn(2, 4), "head": nn.Linear(2, 2)},), {})
+
+
 @pytest.mark.parametrize(("given", "kind"), [(range(3), "range"), (torch.float32, "torch.dtype")], ids=str)
 def test_an_object_that_is_no_container_is_named_by_its_class(given: object, kind: str) -> None:
     with pytest.raises(
