@@ -68,18 +68,17 @@ class Windows:
         parts = list(index) if isinstance(index, tuple) else [index]
         found = {at: self._of_slice(part) for at, part in enumerate(parts) if isinstance(part, slice)}
         slices = {at: one for at, one in found.items() if one is not None}
-        numbers = {
-            at: one
-            for at, part in enumerate(parts)
-            if isinstance(part, Number) and (one := self._hidden(part)) is not None
-        }
+        if value and not slices:
+            return None  # writes at numbers are seen to where those are; to ask for one is to have a program for each
+        numbers = {at: self._hidden(part) for at, part in enumerate(parts) if isinstance(part, Number)}
+        numbers = {at: one for at, one in numbers.items() if one is not None}
         if not slices and not numbers:
             return None
         if any(isinstance(part, (Tensor, list, bool)) for at, part in enumerate(parts) if at not in numbers):
             return None  # beside other indices
         if not slices:  # as at a tensor without dims
             whole = tuple(numbers.get(at, part) for at, part in enumerate(parts))
-            return lambda: self._copy(tensor, func(tensor, whole, *value))
+            return lambda: self._copy(tensor, func(tensor, whole))
         spread = _spread(parts, tensor.ndim)
         shift = len(spread) - len(parts)
         behind = next((at for at, part in enumerate(parts) if part is Ellipsis), len(parts))
