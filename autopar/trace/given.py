@@ -275,7 +275,7 @@ def let_hold(container: Any, parts: Mapping[Any, Any]) -> None:
         kept = [key for key in table if key in parts]
         is_in_order = kept == [*parts][: len(kept)]
         for key in [key for key in table if key not in parts or not is_in_order]:
-            del table[key]
+            table.pop(key)
         for key, part in parts.items():
             table[key] = part
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autopar._compat import pytree
 from autopar.trace.values import COLLECTIONS, KEEPERS, MUTABLE, PLAIN, SCALARS, few_in, held_in, is_of_torch, own_names
 
-READ_AS_DICTS = "__iter__", "items", "__getitem__", "__setitem__", "__delitem__"
+READ_AS_DICTS = "__iter__", "items", "__getitem__", "__setitem__"
 BESIDE = (enum.Enum, torch.dtype, torch.device)  # parts of objects, which no program has
 
 
