@@ -9,13 +9,14 @@ import torch
 import autopar
 from tests.processes.compare import near, same_gradients
 from tests.processes.worker import Ranks
-from tests.support.ragged import FORMS, LENGTHS, Asking, batch
+from tests.support.ragged import BATCH, FORMS, LENGTHS, Asking, batch
 
 SMALL, NEAR = 1e-12, 1e-9
 
 
 def _trains(ranks: Ranks, plain: Asking, parallel: torch.nn.Module, *, local: bool) -> None:
-    rows = slice(2 * ranks.rank, 2 * ranks.rank + 2) if local else slice(None)
+    count = BATCH // ranks.count
+    rows = slice(count * ranks.rank, count * (ranks.rank + 1)) if local else slice(None)
     for seed, lengths in enumerate(LENGTHS):
         x, given = batch(lengths, seed)
         wanted, found = plain(x, given), parallel(x[rows], given[rows])
@@ -41,5 +42,5 @@ def check_rows_of_each_rank_are_asked_together(ranks: Ranks) -> None:
 
 def check_stages_ask_too(ranks: Ranks) -> None:
     plain = Asking(FORMS["longest"])
-    parallel = autopar.compile(copy.deepcopy(plain), autopar.init_mesh("cpu", pipe=2), micro_batches=2)
+    parallel = autopar.compile(copy.deepcopy(plain), autopar.init_mesh("cpu", pipe=2, data=ranks.count // 2), micro_batches=2)
     _trains(ranks, plain, parallel, local=False)
