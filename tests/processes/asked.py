@@ -42,5 +42,6 @@ def check_rows_of_each_rank_are_asked_together(ranks: Ranks) -> None:
 
 def check_stages_ask_too(ranks: Ranks) -> None:
     plain = Asking(FORMS["longest"])
-    parallel = autopar.compile(copy.deepcopy(plain), autopar.init_mesh("cpu", pipe=2, data=ranks.count // 2), micro_batches=2)
+    mesh = autopar.init_mesh("cpu", pipe=2, data=ranks.count // 2)
+    parallel = autopar.compile(copy.deepcopy(plain), mesh, micro_batches=2)
     _trains(ranks, plain, parallel, local=False)
