@@ -46,7 +46,7 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key, own: Callabl
     refuse_one_for_two(chain((state.model_class,), map(type, parallel.modules())), (*call.tensors, *held))
     parameters, computed = parameters_of(prepared, state.device_mesh), prepared.counting.computed(prepared.modules)
     before = _before(parallel, prepared, key)
-    given = own() if prepared.changed or prepared.gives_theirs else call
+    given = own() if prepared.changed or prepared.theirs else call
     if prepared.rewritten or prepared.left:
         refuse_shared(given, prepared)
     if prepared.changed:

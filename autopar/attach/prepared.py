@@ -25,9 +25,9 @@ from autopar.trace.asked import Asked
 from autopar.trace.counted import Counting, held_at
 from autopar.trace.drawn import Draws
 from autopar.trace.formulas import Computed, Place
-from autopar.trace.given import At, Rewritten
+from autopar.trace.given import At, GivenBack, Rewritten
 from autopar.trace.modules import noted_on
-from autopar.trace.outputs import has_given, memory_of
+from autopar.trace.outputs import memory_of
 from autopar.trace.sharing import Look, Memory
 from autopar.trace.values import copied, snapshot
 from autopar.trace.writes import Write
@@ -193,15 +193,14 @@ class Prepared:
         return self.plan.peak_bytes[DEVICE]
 
     @cached_property
-    def rewritten(self) -> list[At]:
-        """Containers among the arguments that forward writes to, and where they are."""
-        there = pytree.tree_unflatten([None] * self.out_spec.num_leaves, self.out_spec).given
-        return [one.at for one in there if isinstance(one, Rewritten)]
+    def theirs(self) -> list[Rewritten | GivenBack]:
+        """Containers of the caller's that it writes to, or returns, without what is new in them."""
+        return pytree.tree_unflatten([None] * self.out_spec.num_leaves, self.out_spec).given
 
     @cached_property
-    def gives_theirs(self) -> bool:
-        """Whether it writes to containers of the caller's, or returns some."""
-        return has_given(self.out_spec)
+    def rewritten(self) -> list[At]:
+        """Where those are among the arguments that it writes to."""
+        return [one.at for one in self.theirs if isinstance(one, Rewritten)]
 
     @cached_property
     def packed(self) -> frozenset[int]:

@@ -47,7 +47,6 @@ class Branch:
     rows: int | None
     before: dict[str, Any] = field(default_factory=dict[str, Any])
     asked_at: int = 0  # of the code of its frame
-    around: Tensor | None = None  # the truth of those that it stands in
     lists: dict[str, Appended] = field(default_factory=dict[str, "Appended"])
     entries: list[Entry] = field(default_factory=list[Entry])
     fresh: set[int | None] = field(default_factory=set[int | None])  # memory of what is made within

@@ -150,7 +150,7 @@ class Branches:
         alone = None if earlier is not None else rows
         asks = ((asked, body.wanted), *(earlier.asks if earlier is not None else ()))
         branch = Branch(
-            frame, body, file, is_taken, alone, before, frame.f_lasti, outer, appended, entries, asks=asks, own=own,
+            frame, body, file, is_taken, alone, before, frame.f_lasti, appended, entries, asks=asks, own=own,
             beside=beside,
         )  # fmt: skip
         self._begun[key] = branch

@@ -139,12 +139,7 @@ def rewritten(given: Sequence[Given], outputs: Any) -> list[Rewritten | GivenBac
                 parts[key] = Theirs((*one.at, key))
                 continue
             part = refer.to(value)
-            if (
-                isinstance(part, (Theirs, Output, Fixed))
-                or is_kept(part)
-                or is_plain(part)
-                or not pytree.tree_leaves(part)
-            ):
+            if is_kept(part) or is_plain(part) or not pytree.tree_leaves(part):  # what is told as such has no leaves
                 parts[key] = part
             elif isinstance(one.container, COLLECTIONS) or not key.startswith("_"):  # else nobody else reads it
                 what = "rows that a mask picks" if isinstance(value, Picked) else f"a {type(value).__name__}"

@@ -93,7 +93,7 @@ def arrays_of(spec: pytree.TreeSpec) -> frozenset[int]:
 
 def given_and_kept(spec: pytree.TreeSpec) -> int:
     """How many leaves it has, from its tree, but for those that are checked or say what branches are taken."""
-    return spec.num_leaves - len(spec.context[1]) - spec.context[8] - len(taken_of(spec))
+    return spec.num_leaves - len(spec.context[1]) - spec.context[7] - len(taken_of(spec))
 
 
 def taken_of(spec: pytree.TreeSpec) -> tuple[str, ...]:
@@ -105,11 +105,6 @@ def taken_of(spec: pytree.TreeSpec) -> tuple[str, ...]:
 def changed_of(spec: pytree.TreeSpec) -> dict[int, str]:
     """The leaves of `Returned.changed`, and their paths, likewise."""
     return dict(enumerate(spec.context[6], given_and_kept(spec) - len(spec.context[6])))
-
-
-def has_given(spec: pytree.TreeSpec) -> bool:
-    """Whether there is anything in `Returned.given`, likewise."""
-    return spec.context[7]
 
 
 def memory_of(spec: pytree.TreeSpec) -> Memory:
@@ -129,7 +124,6 @@ pytree.register_pytree_node(
             one.memory,
             len(one.taken),
             [*one.changed],
-            bool(one.given),
             len(one.truths),
         ),
     ),
