@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.attach.agree import agreed, text_from
-from autopar.attach.tensors import layout_of, mesh_of, part_of, piece_as
+from autopar.attach.tensors import as_layout_of, layout_of, mesh_of, part_of, piece_as
 from autopar.ir.layout import local_shape
 
 
@@ -104,9 +104,9 @@ def _sent(local: Tensor, owner: int, device_mesh: DeviceMesh) -> Tensor:
 
 
 def _memory_of(value: Tensor) -> Any:
-    """What two names of one tensor have in common; None for a tensor without elements."""
+    """What two names of one tensor have in common; None for a tensor without elements, or memory of its own."""
     local = value.to_local() if isinstance(value, DTensor) else value
-    if not local.numel():
+    if not local.numel() or local.layout is not torch.strided:
         return None
     return local.data_ptr(), tuple(local.shape), local.stride(), local.dtype
 
@@ -131,10 +131,13 @@ def received_state(
         whole = torch.empty(shape, dtype=getattr(torch, dtype), device=device_mesh.device_type)
         if is_zero:
             assert given is not None
-            whole.copy_(given[name])
+            whole.copy_(given[name].to_dense())
         dist.broadcast(whole, src=0)
         own = held.get(name)
-        made[name] = piece_as(whole, own) if isinstance(own, DTensor) and own.shape == whole.shape else whole
+        if isinstance(own, DTensor) and own.shape == whole.shape:
+            made[name] = piece_as(whole, own)
+        else:
+            made[name] = as_layout_of(whole, own) if isinstance(own, Tensor) else whole
         del whole
     if header["metadata"] is not None:
         made._metadata = OrderedDict(header["metadata"])  # type: ignore[attr-defined]

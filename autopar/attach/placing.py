@@ -21,7 +21,7 @@ from autopar.attach.parameters import become, carry, is_written, take_plain_tens
 from autopar.attach.run import Runner
 from autopar.attach.stage_run import StageRunner
 from autopar.attach.staging import Staged
-from autopar.attach.tensors import from_rank_zero, is_elsewhere, layout_of, parameter_on
+from autopar.attach.tensors import as_layout_of, from_rank_zero, is_elsewhere, layout_of, parameter_on
 from autopar.errors import PlanMismatch, TraceError
 from autopar.ir.layout import Layout, replicated
 from autopar.trace.modules import replace_tensors, tensors_by_name
@@ -111,15 +111,15 @@ def _share_buffers(parallel: nn.Module, state: State) -> None:
                 path, _, leaf = name.rpartition(".")
                 parallel.get_submodule(path)._buffers[leaf] = buffer = buffer.full_tensor()
             if not buffer.is_meta:
-                _take(buffer, from_rank_zero(buffer, state.device_mesh))
+                _take(buffer, from_rank_zero(buffer.to_dense(), state.device_mesh))
 
 
 def _take(held: Tensor, sent: Tensor) -> None:
-    """Values that are others. What has them already is not written to: a script may have computed with it before the
-    first call, and its backward looks whether somebody did.
+    """Values that are others; `sent` is dense. What has them already is not written to: a script may have computed with
+    it before the first call, and its backward looks whether somebody did.
     """
-    if held.device != sent.device or not torch.equal(held, sent):
-        held.copy_(sent)
+    if held.device != sent.device or not torch.equal(held.to_dense(), sent):
+        held.copy_(as_layout_of(sent, held))
 
 
 def layouts(parallel: nn.Module, state: State, new: Mapping[str, nn.Parameter]) -> dict[str, Layout]:

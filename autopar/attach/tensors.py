@@ -239,6 +239,11 @@ def from_rank_zero(value: Tensor, device_mesh: DeviceMesh) -> Tensor:
     return sent
 
 
+def as_layout_of(dense: Tensor, held: Tensor) -> Tensor:
+    """The values in a tensor that is sparse where `held` is."""
+    return dense if held.layout is torch.strided else dense.to_sparse(layout=held.layout)
+
+
 def refuse_pieces_of_others(name: str, value: Any, held: Any) -> None:
     """Raises RuntimeError for a DTensor that came out of a file with the piece of the rank that has written it; `held`
     is the parameter that it is for.

@@ -54,7 +54,7 @@ from autopar.trace.left import Left
 from autopar.trace.lines import naming_the_line, without_torchs_log
 from autopar.trace.literals import small_buffers
 from autopar.trace.masks import masks_left_out
-from autopar.trace.modules import aliases, as_plain_modules, calling_forward, check_names
+from autopar.trace.modules import aliases, as_plain_modules, calling_forward, check_names, sparse_buffers
 from autopar.trace.outputs import returning, settle
 from autopar.trace.outside import states_outside, undrawn, unlike
 from autopar.trace.plain_norm import make_traceable, synced
@@ -291,7 +291,7 @@ def _ready_to_trace(setting: _Setting, may_cache: bool, left: Sequence[torch.Ten
     reads.asked, reads.draws = Asked(setting.arguments, notes=notes), setting.drawing.draws
     reads.draws.written = reads.written
     returning(copy, reads, notes, setting.derivatives, setting.changed)
-    watch_forward(copy, small_buffers(setting.model), notes, reads)
+    watch_forward(copy, small_buffers(setting.model), sparse_buffers(setting.model), notes, reads)
     return _Watched(copy, reads, notes, caches, may_cache, drawn, originals)
 
 

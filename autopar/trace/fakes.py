@@ -34,7 +34,9 @@ def fake_copy(
             empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype)
             fakes[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad and device == "cpu")
         for buffer in model.buffers():
-            fakes[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype)
+            is_dense = buffer.layout is torch.strided  # forward may not read others
+            strides = buffer.stride() if is_dense else torch.empty(buffer.shape, device="meta").stride()
+            fakes[id(buffer)] = torch.empty_strided(buffer.shape, strides, dtype=buffer.dtype)
         for value in computed_tensors(model):
             fakes[id(value)] = torch.empty(value.shape, dtype=value.dtype)
     return with_tensors(model, fakes, originals)

@@ -43,7 +43,7 @@ from autopar.trace.origins import Origins, tensors_in, writes_in_place
 from autopar.trace.packed import GIVEN_PACKED, LAYERS, Packing
 from autopar.trace.reads import Reads
 from autopar.trace.recurrent import kept_as_loops, with_states_as_given
-from autopar.trace.refused import refuse
+from autopar.trace.refused import refuse, refuse_sparse
 from autopar.trace.sharing import seen
 from autopar.trace.sized import counted_now, of_values, takes_sizes, with_sizes
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
@@ -64,9 +64,16 @@ REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 DATA: Any = torch.Tensor.data
 
 
-def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: list[str], reads: Reads) -> None:
+def watch_forward(
+    model: nn.Module,
+    values: Mapping[str, torch.Tensor],
+    sparse: Mapping[str, torch.layout],
+    notes: list[str],
+    reads: Reads,
+) -> None:
     """Have `model`, a copy that is only traced and gives a `Returned`, run its forward in here. `values`: what is in
-    small buffers. `notes`: what is to be told beside the plan comes behind them.
+    small buffers. `sparse`: buffers that forward may not read, as they are dense in the copy. `notes`: what is to be
+    told beside the plan comes behind them.
     """
     counting = reads.counting
     original = model.forward
@@ -85,6 +92,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
         try:
             watch.known |= set(map(id, (*tensors_in((args, kwargs)), *looks.values())))
             watch.checks.branches.tensors.hold(now.values())
+            watch.sparse = {id(now[name]): (name, layout) for name, layout in sparse.items()}
             for name, value in values.items():
                 watch.literals.know(name, now[name], value)
             numbers = counted_from(further := kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
@@ -136,6 +144,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.counting, self.beside, self.outside = reads.counting, reads.counting.beside, reads.outside
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
+        self.sparse: dict[int, tuple[str, torch.layout]] = {}  # by id
         self.checks = Checks(notes, reads.asked.arguments, self, (_Watch.__torch_function__, apply), Number)
         self.literals = self.checks.literals = Literals(self.beside)
         self.origins = self.checks.origins = Origins(self.checks, reads.asked)
@@ -149,6 +158,8 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self.checks:
             leaves = pytree.tree_leaves((args, kwargs))
+            if self.sparse:
+                refuse_sparse(func, [self.sparse[id(value)] for value in leaves if id(value) in self.sparse])
             if any(isinstance(value, torch.Tensor) and self._is_from_outside(value) for value in leaves):
                 args, kwargs = self._without_gradient(func, args, kwargs or {})
             args, kwargs = self.arrays.taken(func, args, kwargs, leaves)

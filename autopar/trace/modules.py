@@ -56,20 +56,34 @@ def _check_members(model: nn.Module) -> None:
 
 
 def check_tensors(model: nn.Module) -> None:
-    """Raises PlanMismatch for parameters, buffers and other attributes that are no dense tensors."""
+    """Raises PlanMismatch for parameters and attributes that are no dense tensors, and nested buffers. Sparse buffers
+    may be there, as long as forward does not read them.
+    """
     for name, module in model.named_modules():
-        held = {**vars(module), **module._parameters, **module._buffers}
+        nested = {key: value for key, value in module._buffers.items() if value is not None and value.is_nested}
+        held = {**vars(module), **module._parameters, **nested}
         for key, value in held.items():
             if isinstance(value, torch.Tensor):
                 check_dense(value, f"{name}.{key}".removeprefix(".") + " of the model")
 
 
+def sparse_buffers(model: nn.Module) -> dict[str, torch.layout]:
+    """Buffers whose values do not lie in rows and columns, by name."""
+    named = model.named_buffers(remove_duplicate=False)
+    return {name: buffer.layout for name, buffer in named if buffer.layout is not torch.strided}
+
+
 def check_dense(value: torch.Tensor, what: str) -> None:
     """Raises PlanMismatch for a tensor whose values do not lie in rows and columns; `what`: what it is."""
     if value.layout is not torch.strided:
-        kind = str(value.layout).removeprefix("torch.")
+        kind = name_of_layout(value.layout)
         way = "pad it to one length" if value.is_nested else "pass it dense (.to_dense())"
         raise PlanMismatch(f"{what} has the layout {kind}, and a plan splits dense tensors: {way}")
+
+
+def name_of_layout(layout: torch.layout) -> str:
+    """As users write it, without `torch.`."""
+    return str(layout).removeprefix("torch.")
 
 
 def with_tensors(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,25 @@ from torch import nn
 
 from autopar.errors import TraceError
 from autopar.trace.lines import caller, line_here
+from autopar.trace.modules import name_of_layout
 from autopar.trace.values import is_torchs
 
 DATA: Any = torch.Tensor.data
 GRAD: Any = torch.Tensor.grad
+SHAPE, DTYPE, DEVICE = (torch.Tensor.shape, torch.Tensor.dtype, torch.Tensor.device)
+# What of a sparse tensor is that of a dense one.
+ABOUT = (*(one.__get__ for one in (SHAPE, DTYPE, DEVICE)), torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel)
+
+
+def refuse_sparse(func: Any, taken: Sequence[tuple[str, torch.layout]]) -> None:
+    """Raises TraceError for what looks into these buffers: name and layout."""
+    if func in ABOUT or is_torchs(caller(2)):
+        return
+    for name, layout in taken:
+        raise TraceError(
+            f"forward reads the buffer {name}{line_here()}, whose layout is {name_of_layout(layout)}, and a program "
+            "computes with dense tensors: register it dense (.to_dense())"
+        )
 
 
 def refuse(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], of_parameter: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-from autopar.errors import PlanMismatch
+from autopar.errors import PlanMismatch, TraceError
 from autopar.trace import capture
 from tests.processes.compare import near, same_gradients
 
@@ -105,6 +106,45 @@ class Adjacent(nn.Module):
         return (given @ self.layer(x)).sum()
 
 
+def with_attribute(kept: Tensor) -> nn.Module:
+    made = Adjacent()
+    made.kept = kept
+    return made
+
+
+class Heads(nn.Module):
+    """As speech models list their heads that align words: for what is beside a training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        heads = torch.zeros(3, 4, dtype=torch.bool)
+        heads[1:] = True
+        self.register_buffer("heads", heads.to_sparse(), persistent=False)
+        self.register_buffer("near", torch.eye(3).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum() * self.heads.shape[1]
+
+
+def test_sparse_buffers_that_forward_does_not_read(one: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = Heads()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for x in torch.randn(3, 5, 8):
+        loss, expected = parallel(x), plain(x)
+        torch.testing.assert_close(loss, expected)
+        loss.backward(), expected.backward()
+    same_gradients(parallel, plain)
+    assert parallel.heads.layout is torch.sparse_coo
+    assert torch.equal(parallel.heads.indices(), plain.heads.indices())
+    other = Heads().state_dict() | {"near": torch.full((3, 3), 0.5).to_sparse()}
+    parallel.load_state_dict(other)
+    assert torch.equal(parallel.full_state_dict()["near"].to_dense(), torch.full((3, 3), 0.5))
+    parallel.load_full_state_dict(plain.state_dict())
+    assert torch.equal(parallel.near.to_dense(), torch.eye(3))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
 def test_sparse_tensors_are_refused_wherever_they_are(one: DeviceMesh, layout: str) -> None:
@@ -112,8 +152,10 @@ def test_sparse_tensors_are_refused_wherever_they_are(one: DeviceMesh, layout: s
     x, told = torch.randn(6, 8), f"has the layout {layout}, and a plan splits dense tensors: pass it dense"
     with pytest.raises(PlanMismatch, match=rf"argument \['adjacent'\] {told}"):
         autopar.compile(Adjacent(), one)(x, sparse)
-    with pytest.raises(PlanMismatch, match=f"own of the model {told}"):
-        autopar.compile(Adjacent(sparse), one)
+    with pytest.raises(TraceError, match=f"reads the buffer own at .*, whose layout is {layout}, .*register it dense"):
+        autopar.compile(Adjacent(sparse), one)(x)
+    with pytest.raises(PlanMismatch, match=f"kept of the model {told}"):
+        autopar.compile(with_attribute(sparse), one)
     with pytest.raises(PlanMismatch, match=rf"argument \[1\] {told}"):
         capture(Adjacent(), (x, sparse), {})
 

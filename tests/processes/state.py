@@ -223,6 +223,27 @@ def check_a_state_dict_of_rank_zero_alone_is_loaded(ranks: Ranks) -> None:
     same_steps(copy.deepcopy(source), parallel, batch(), steps=1)
 
 
+class Listed(Net):
+    """With a buffer that no forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("listed", torch.eye(4).to_sparse())
+
+
+def check_sparse_buffers_are_those_of_rank_zero(ranks: Ranks) -> None:
+    plain = net(Listed)
+    with torch.no_grad():
+        plain.listed.mul_(ranks.rank + 1)
+    parallel = not_called(ranks, plain)
+    parallel(**batch())
+    near(parallel.listed.to_dense(), torch.eye(4), 0.0, "listed")
+    near(parallel.full_state_dict(rank0_only=False)["listed"].to_dense(), torch.eye(4), 0.0, "listed")
+    given = net(Listed).state_dict() | {"listed": torch.full((4, 4), 2.0).to_sparse()}
+    assert not any(parallel.load_full_state_dict(given if ranks.rank == 0 else None))
+    near(parallel.listed.to_dense(), torch.full((4, 4), 2.0), 0.0, "listed")
+
+
 def check_transformers_saves_what_it_loads(ranks: Ranks) -> None:
     """`save_pretrained(folder)` without a word of pieces, by all ranks: whole tensors, under the plain model's name."""
     torch.manual_seed(0)
