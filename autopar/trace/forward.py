@@ -158,8 +158,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self.checks:
             leaves = pytree.tree_leaves((args, kwargs))
-            if self.sparse:
-                refuse_sparse(func, [self.sparse[id(value)] for value in leaves if id(value) in self.sparse])
+            refuse_sparse(func, [self.sparse[id(value)] for value in leaves if id(value) in self.sparse])
             if any(isinstance(value, torch.Tensor) and self._is_from_outside(value) for value in leaves):
                 args, kwargs = self._without_gradient(func, args, kwargs or {})
             args, kwargs = self.arrays.taken(func, args, kwargs, leaves)
@@ -210,7 +209,7 @@ class _Watch(TorchFunctionMode):
             if any(isinstance(leaf, Number) for leaf in pytree.tree_leaves((args, kwargs))):
                 return self.checks.branches.given(self._with_numbers(func, args, kwargs))
             result = self._result(func, args, kwargs)
-            self._see(func, args, result, is_data)
+            self._see(func, args, kwargs, result, is_data)
             self.windows.look(getattr(func, "__name__", ""), () if kwargs else args, result)
             self.results += self.taken.made_by(result, kwargs)
             return self.checks.branches.given(result)
@@ -257,15 +256,15 @@ class _Watch(TorchFunctionMode):
         self.known |= set(map(id, tensors_in(found)))
         return found
 
-    def _see(self, func: Any, args: Any, result: Any, is_data: bool) -> None:
+    def _see(self, func: Any, args: Any, kwargs: Any, result: Any, is_data: bool) -> None:
         """`is_data`: it stands for `.data`."""
         if func is torch.Tensor.detach:
             self.data[id(result)] = id(args[0])
         if is_data and id(args[0]) in self.known - self.registered:
-            self.reads_at.read_data(result)
+            self.reads_at.read_data(result, args[0])
         self.counting.look(func, args, result)
         self.arrays.made(func, args, result)
-        self.reads_at.look(getattr(func, "__name__", ""), args, result)
+        self.reads_at.look(func, args, kwargs, result)
         self.results.append(result)
         self.known |= set(map(id, tensors_in(result)))
 
@@ -302,7 +301,12 @@ class _Watch(TorchFunctionMode):
         args, kwargs, *given = self.checks.branches.called(func, args, kwargs)
         if given:
             return given[0]
-        self.reads_at.see(getattr(func, "__name__", ""), args, kwargs)
+        name = getattr(func, "__name__", "")
+        if (there := self.reads_at.by_data(name, args, kwargs)) is not None:
+            with torch.no_grad():
+                self._result(func, (there(), *args[1:]), kwargs)
+            return args[0]
+        self.reads_at.see(name, args, kwargs)
         if (found := at_values(func, args)) is not None:
             result = read_or_write(func, args, found)
             if len(args) == 2:

@@ -76,6 +76,7 @@ BY_FUNC = (
 )
 CHOOSE = "A program does not: compute both and choose by torch.where, or loop as often as Python says."
 DRAWN = "Make a tensor of an array that numpy draws by torch.from_numpy, and of what else is drawn by torch.tensor."
+RESIZED = "Make it in the size that it has then: x.new_empty(sizes), torch.empty(sizes)."
 GROUPED = "torch traces grouped_mm of bfloat16 alone: cast both operands there, or multiply one group after the other."
 ADVICE = (
     (re.compile("cache_utils|(Dynamic|Static|EncoderDecoder)Cache"), CACHE),
@@ -92,6 +93,7 @@ ADVICE = (
     (re.compile("'Drawn'"), DRAWN),
     (re.compile("UncapturedHigherOrderOpError"), CHOOSE),  # of torch 2.11
     (re.compile("Expected inputs of BF16 type"), GROUPED),
+    (re.compile("Attempted to set the storage of a tensor"), RESIZED),
     (re.compile("all flat_args must be KNOWN_TYPES"), ARGUMENT),
     (re.compile("Unsupported input type <class 'numpy"), ARRAY),
     (re.compile("Unsupported input type|functorch/issues/475"), OBJECT),
@@ -121,6 +123,7 @@ OWN_WORDS = {
     CHOOSE: "it branches or loops in torch's own way (torch.cond)",
     NUMPY: "it makes a numpy array of a tensor (.numpy())",
     VALUES: "it needs the values of a tensor",
+    RESIZED: "it gives a tensor another size in place (resize_, set_), and looks at it in a further shape",
     DRAWN: "it computes with an array that numpy draws as if that were a tensor",
 }
 NUMPYS = f"{os.sep}numpy{os.sep}"  # in the names of its files

@@ -5,7 +5,7 @@ that are values.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -84,21 +84,31 @@ class ReadsAt:
         self._read: dict[int, tuple[Tensor, Tensor]] = {}  # by id, and of what
         self._written: dict[int, str] = {}  # id of what was read -> the line that writes to it
         self._old = set[int]()  # ids of what was read, and written to in `x` since
-        self._data: dict[int, Tensor] = {}  # `.data` of what forward has made, and looks at it
+        # `.data` of what forward has made and looks at it, by id, and how to get there from that itself
+        self._data: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
 
     def read(self, result: Tensor, of: Tensor) -> None:
         self._read[id(result)] = result, of
 
-    def read_data(self, result: Tensor) -> None:
-        """That this is the `.data` of a tensor that forward has made. Written to, it changes what backward reads, and
-        autograd does not see it.
-        """
-        self._data[id(result)] = result
+    def read_data(self, result: Tensor, of: Tensor) -> None:
+        """That this is the `.data` of a tensor that forward has made."""
+        self._data[id(result)] = result, lambda: of
 
-    def look(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """That a function of that name gave `result`."""
-        if self._data and name in VIEWS and isinstance(result, Tensor) and args and id(args[0]) in self._data:
-            self._data[id(result)] = result
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """That `func` gave `result`."""
+        if not self._data or not args or not isinstance(result, Tensor) or id(args[0]) not in self._data:
+            return
+        if getattr(func, "__name__", "") in VIEWS and id(result) not in self._data:
+            _, there = self._data[id(args[0])]
+            self._data[id(result)] = result, lambda: func(there(), *args[1:], **kwargs)
+
+    def by_data(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Tensor] | None:
+        """How to get to what a function of that name writes to by way of `.data`, in the tensor itself; it is written
+        to under no_grad, as gradients do not know of it. None: the function writes to nothing of that kind.
+        """
+        if not self._data or not args or id(args[0]) not in self._data or not writes_in_place(name, kwargs):
+            return None
+        return self._data[id(args[0])][1]
 
     def set_anew(self, numbers: Set[int]) -> None:
         """What these ids are of was set to another tensor."""
@@ -107,11 +117,6 @@ class ReadsAt:
     def see(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note what a function of that name does to such. Raises TraceError where that goes wrong."""
         self._refuse_old((args, kwargs))
-        if self._data and args and id(args[0]) in self._data and writes_in_place(name, kwargs):
-            raise TraceError(
-                f"forward writes to .data of a tensor that it has made{line_here()}, which backward would read: write "
-                "to the tensor under torch.no_grad(), or make another one"
-            )
         if name == "__setitem__":
             self.put_back(args[2])
         if args and writes_in_place(name, kwargs):
