@@ -30,6 +30,7 @@ from autopar.trace.converted import Converted
 from autopar.trace.effects import added_to, effects_of
 from autopar.trace.entries import NO_BASE, NOT_AHEAD, Entry, entry_of, value_of
 from autopar.trace.gathered import Gathered, cut, items_of
+from autopar.trace.places import refused
 from autopar.trace.tracers import both_of, context_of, is_ours
 from autopar.trace.values import MISSING, SCALARS, is_installed, is_torchs
 
@@ -40,6 +41,7 @@ GIVES = (
     "what forward goes on with {} is chosen behind it, and nobody can see where that is computed: have it be what a "
     "function of torch gives, give it a name, or choose by torch.where"
 )
+LOOP = "a loop over them (of which nothing may stay but writes to rows: {})"
 MOST_TURNS = 128
 MANY = 100
 SLOW = (
@@ -85,17 +87,20 @@ class Branches:
         told = self._begin(asked, frame, body, rows if body.wanted == is_some else None, is_seen=is_seen)
         return body.wanted if told is None else told
 
-    def turns(self, truths: Tensor, frame: FrameType, made: Callable[[int], Any]) -> Iterator[Any] | str:
+    def turns(self, truths: Tensor, frame: FrameType, made: Callable[[int], Any]) -> Iterator[Any]:
         """What is made of places of what is true, for a loop over these, which goes over all places, with a branch in
-        each turn; else why it cannot.
+        each turn. Raises TraceError where it cannot.
         """
         body = _here(turn_of, frame)
-        return body if isinstance(body, str) else self._each(truths, frame, body, made)
+        if isinstance(body, str):
+            raise refused(LOOP.format(body))
+        return self._each(truths, frame, body, made)
 
     def _each(self, truths: Tensor, frame: FrameType, body: Body, made: Callable[[int], Any]) -> Iterator[Any]:
         for place, truth in enumerate(truths.unbind()):
             turn, asked = made(place), truth.detach()
-            self._begin(asked, frame, body, None)
+            if (told := self._begin(asked, frame, body, None)) is not None:
+                raise refused(LOOP.format(told))
             yield turn
         self._begun.pop((id(frame), body.first), None)
 

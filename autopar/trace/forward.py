@@ -32,6 +32,7 @@ from autopar.trace.eager import as_it_runs
 from autopar.trace.encoders import as_torchs_encoders
 from autopar.trace.gradients import WITHOUT_GRADIENT, Taken
 from autopar.trace.independent import refuse_attributes, refuse_modules, with_notes
+from autopar.trace.indices import inside
 from autopar.trace.lines import caller, line_here
 from autopar.trace.literals import Literals
 from autopar.trace.looks import as_looks, looks_in
@@ -49,7 +50,7 @@ from autopar.trace.sized import counted_now, of_values, takes_sizes, with_sizes
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
 from autopar.trace.taken import taken_out, takes_out
 from autopar.trace.values import is_torchs
-from autopar.trace.windows import Windows
+from autopar.trace.windows import Windows, rolling_by_numbers
 from autopar.trace.written_out import copied, with_condition, with_limits, written_out
 
 REPLACED: dict[Any, Callable[..., Any]] = {
@@ -104,8 +105,8 @@ def watch_forward(
             arguments, _ = flatten_inputs(args, kwargs)
             had, parts = with_notes(now, noted), dict(model.named_modules())
             with (
-                watch, standing(numbers, modules), math_of_numbers(), inference_without_gradients(),
-                as_it_runs(reads.asked.arguments.tells),
+                watch, standing(numbers, modules), math_of_numbers(), rolling_by_numbers(),
+                inference_without_gradients(), as_it_runs(reads.asked.arguments.tells),
             ):  # fmt: skip
                 returned = original(*args, **kwargs)
                 refuse_attributes(now, had)
@@ -307,6 +308,8 @@ class _Watch(TorchFunctionMode):
                 self._result(func, (there(), *args[1:]), kwargs)
             return args[0]
         self.reads_at.see(name, args, kwargs)
+        if func is torch.Tensor.__getitem__ and self.checks.branches.here():
+            args = inside(*args, self.checks)
         if (found := at_values(func, args)) is not None:
             result = read_or_write(func, args, found)
             if len(args) == 2:

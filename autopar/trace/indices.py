@@ -20,6 +20,7 @@ Picked = Any  # of `autopar.trace.masked`, which calls what is here
 
 
 TWICE = "forward writes to one place twice{}, as a mask has it in two rows, and which one stays nobody knows"
+OUTSIDE = "IndexError{}: index {} is out of range for dim {}, which has {} elements"
 WRITES = ("index_add", "index_copy", "index_fill")
 
 
@@ -52,6 +53,25 @@ def place_of(rows: Picked) -> int | None:
 def is_each(rows: Picked) -> bool:
     """Whether these are the places themselves."""
     return rows.places is not None and storage_of(rows.dense) == storage_of(rows.places)
+
+
+def inside(tensor: Tensor, index: Any, checks: Any) -> tuple[Tensor, Any]:
+    """Both, for a branch, with numbers that are inside of the tensor: where it is taken, others are an error in that
+    call. A loop over all places that a mask may pick has turns beyond the experts that there are.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    made, dim = list[Any](), 0
+    for one in parts:
+        number = getattr(one, "constant", None) if isinstance(one, Tensor) and not one.ndim else one
+        number = int(number) if isinstance(number, Tensor) and number.dtype == torch.int64 else number
+        if one is Ellipsis or dim >= tensor.ndim:
+            return tensor, index
+        if type(number) is int and not -(size := tensor.shape[dim]) <= number < size:
+            checks.add(OUTSIDE.format(line_here(), number, dim, size), torch.tensor(True))
+            one = 0
+        made.append(one)
+        dim += one is not None
+    return tensor, tuple(made) if isinstance(index, tuple) else made[0]
 
 
 def indices_in(index: Any, kind: type) -> tuple[list[Picked], tuple[Any, ...]]:

@@ -6,8 +6,8 @@ dicts of one's own (`collections.Counter`).
 from __future__ import annotations
 
 import enum
-from collections import UserDict
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,8 @@ def make_known(value: Any) -> None:
         _register(type(value))
     if isinstance(value, dict) and is_batch(value):
         _register(type(value))
+    if isinstance(value, OrderedDict) and is_dataclass(value):
+        _keep_order(type(value))
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
@@ -167,6 +169,24 @@ def _register(kind: type[Any]) -> None:
         flatten_with_keys_fn=_by_key if of_dict else _by_attribute,
         serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
     )  # fmt: skip
+
+
+def _keep_order(kind: type[Any]) -> None:
+    """Let transformers' outputs (dataclasses that are dicts) have their entries in the order in which those were set:
+    put together by the class itself, they have that of its fields, and flatten to other leaves.
+    """
+    known = pytree.SUPPORTED_NODES.get(kind)
+    if known is not None and getattr(known.unflatten_fn, "func", None) is not _in_order:
+        pytree.SUPPORTED_NODES[kind] = known._replace(unflatten_fn=partial(_in_order, known.unflatten_fn))
+
+
+def _in_order(put_together: Callable[..., Any], parts: Iterable[Any], names: Iterable[Any]) -> Any:
+    made = put_together(parts := [*parts], names)
+    for name, part in zip(names, parts, strict=True):
+        if name not in made:
+            OrderedDict.__setitem__(made, name, part)
+        OrderedDict.move_to_end(made, name)
+    return made
 
 
 def _taken_apart(value: Any) -> tuple[list[Any], tuple[Any, ...]]:

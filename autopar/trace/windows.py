@@ -1,17 +1,19 @@
 """What lies at places that are hidden values, and is of one size: random crops (`i = torch.randint(t - n, (1,)).item();
-x[:, i:i + n]`), segments of each sample (`x[b, :, start[b]:start[b] + n]`), `x.narrow(1, i, n)`, `x[i]`. A trace has no
-values: it picks by indices, and each call checks that these are inside, as Python gives less where a slice reaches
-beyond the end.
+x[:, i:i + n]`), segments of each sample (`x[b, :, start[b]:start[b] + n]`), `x.narrow(1, i, n)`, `x[i]`, `x.roll(i)`.
+A trace has no values: it picks by indices, and each call checks that these are inside, as Python gives less where a
+slice reaches beyond the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from autopar.trace.checks import Checks
 from autopar.trace.lines import line_here
@@ -22,35 +24,70 @@ OUTSIDE = (
     "a slice of {} elements that begins at a value{} reaches beyond the ends of the dim of {} in this call, where "
     "Python gives fewer, and a program always gives so many: keep its begin between 0 and {}"
 )
-NAMES = ("__getitem__", "__setitem__", "narrow")
-ADDS = {"add": 1, "__add__": 1, "__radd__": 1, "sub": -1, "__sub__": -1}
+Sum = dict[Any, int]  # how often each number is in it, by what that is; under CONSTANT what is added to all
+CONSTANT = None
+NAMES = ("__getitem__", "__setitem__", "narrow", "roll")
+# What the sign of each of two numbers is in a sum of them.
+SUMS = {
+    **dict.fromkeys(("add", "__add__", "__radd__"), (1, 1)), **dict.fromkeys(("sub", "subtract", "__sub__"), (1, -1)),
+    **dict.fromkeys(("rsub", "__rsub__"), (-1, 1)),
+}  # fmt: skip
+TIMES = ("mul", "multiply", "__mul__", "__rmul__")
 SAME = ("reshape", "view", "squeeze", "flatten", "detach", "clone", "long", "to")
 
 
+@contextlib.contextmanager
+def rolling_by_numbers() -> Iterator[None]:
+    """Inside, `roll` takes numbers of each call; torch's own asks for the values before anybody sees that."""
+    whole, of_tensors = torch.roll, torch.Tensor.roll
+
+    def roll(tensor: Tensor, shifts: Any, dims: Any = ()) -> Tensor:
+        listed = shifts if isinstance(shifts, (tuple, list)) else (shifts,)
+        if any(isinstance(one, (Number, Tensor)) for one in listed):
+            return handle_torch_function(whole, (tensor,), tensor, shifts, dims)
+        return of_tensors(tensor, shifts, dims)
+
+    torch.roll, torch.Tensor.roll = roll, roll  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.roll = whole
+        del torch.Tensor.roll
+
+
 class Windows:
-    """Those of one forward. It sees which numbers are others and a constant more, so that `i + n` is known to lie `n`
-    behind `i`.
+    """Those of one forward. It sees which numbers are sums of multiples of others and a constant, so that `i + n` is
+    known to lie `n` behind `i`, and `(k + 1) * n` behind `k * n`.
     """
 
     def __init__(self, checks: Checks, reads_at: ReadsAt) -> None:
         self._checks, self._reads_at = checks, reads_at
-        self._from: dict[int, tuple[Any, Any, int]] = {}  # by id: a number, what it is counted from, and how far it is
+        # By id: a number and what it is made of, which version of it, and what sum that is.
+        self._sums: dict[int, tuple[Any, int, Sum]] = {}
 
     def look(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """That a function of that name gave `result`, with no arguments by name."""
         if not _is_place(result) or not args or not isinstance(args[0], Tensor):
             return
-        if name in ADDS and len(args) == 2 and type(args[1]) is int:
-            root, far = self._root(args[0])
-            self._from[id(result)] = (result, args[0]), root, far + ADDS[name] * args[1]
+        found: Sum | None = None
+        if name in SUMS and len(args) == 2 and all(map(_is_number, args)):
+            found = _sum([(self._sum(one), sign) for one, sign in zip(args, SUMS[name], strict=True)])
+        elif name in TIMES and type(args[1]) is int:
+            found = _sum([(self._sum(args[0]), args[1])])
+        elif name in ("neg", "__neg__"):
+            found = _sum([(self._sum(args[0]), -1)])
         elif name in SAME and _is_place(args[0]):
-            self._from[id(result)] = (result, args[0]), *self._root(args[0])
+            found = self._sum(args[0])
         elif name == "__getitem__" and type(args[1]) is int:
-            self._from[id(result)] = (result, args[0]), (id(args[0]), args[0]._version, args[1]), 0
+            found = {(id(args[0]), args[0]._version, args[1]): 1}
+        if found is not None:
+            self._sums[id(result)] = (result, args), result._version, found
 
-    def _root(self, number: Tensor) -> tuple[Any, int]:
-        _, root, far = self._from.get(id(number), (None, (id(number), number._version), 0))
-        return root, far
+    def _sum(self, number: Any) -> Sum:
+        if isinstance(number, int):
+            return {CONSTANT: number}
+        _, version, found = self._sums.get(id(number), (None, None, {}))
+        return found if version == number._version else {(id(number), number._version): 1}
 
     def taken(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Callable[[], Any] | None:
         """What gives what `func` does of these, at places that nobody knows; None: there are none, or of no size."""
@@ -61,7 +98,26 @@ class Windows:
             dim, start, length = (*args[1:], *kwargs.values())[:3] if len(args) + len(kwargs) == 4 else (0, 0, 0)
             place = self._hidden(start)
             return None if place is None else lambda: self._copy(args[0], self._window(args[0], dim, place, length))
-        return self._indexed(func, args)
+        return self._rolled(*args, **kwargs) if name == "roll" else self._indexed(func, args)
+
+    def _rolled(self, tensor: Tensor, shifts: Any, dims: Any = ()) -> Callable[[], Tensor] | None:
+        """`tensor.roll(shifts, dims)`: without dims all elements move, as if they lay in one."""
+        listed = [[*one] if isinstance(one, (tuple, list)) else [one] for one in (shifts, dims)]
+        hidden = [self._hidden(one) for one in listed[0]]
+        if not any(one is not None for one in hidden):
+            return None
+
+        def made() -> Tensor:
+            result = tensor if listed[1] else tensor.flatten()
+            for shift, place, dim in zip(listed[0], hidden, listed[1] or [0], strict=True):
+                if place is None:
+                    result = result.roll(shift, dim)
+                else:
+                    there = torch.arange(size := result.shape[dim], device=place.device) - place
+                    result = result.index_select(dim, there.remainder(size))
+            return result.view(tensor.shape)
+
+        return made
 
     def _indexed(self, func: Any, args: tuple[Any, ...]) -> Callable[[], Any] | None:
         tensor, index, *value = args
@@ -100,8 +156,10 @@ class Windows:
         ends = [self._hidden(one) for one in (part.start, part.stop)]
         if ends[0] is None or ends[1] is None or part.step not in (None, 1):
             return None
-        (first, near), (second, far) = map(self._root, (_as_kept(part.start), _as_kept(part.stop)))
-        return (ends[0], far - near) if first == second and far > near else None
+        begin, end = (self._sum(_as_kept(one)) for one in (part.start, part.stop))
+        far = _sum([(end, 1), (begin, -1)])
+        length = far.pop(CONSTANT, 0)
+        return (ends[0], length) if not far and length > 0 else None
 
     def _hidden(self, number: Any) -> Tensor | None:
         """An integer that nobody knows while this is traced, without dims."""
@@ -116,8 +174,10 @@ class Windows:
 
     def _places(self, size: int, start: Tensor, length: int) -> Tensor:
         told = OUTSIDE.format(length, line_here(), size, size - length)
-        self._checks.add(told, (start < 0) | (start > size - length))
-        return (start + torch.arange(length, device=start.device)).clamp(0, size - 1)  # the check comes behind the call
+        counted = (start >= 0) & (start <= size - length)
+        from_the_end = (start >= -size) & (start < -length)
+        self._checks.add(told, ~(counted | from_the_end))  # which comes behind the call
+        return (start.remainder(size) + torch.arange(length, device=start.device)).clamp(0, size - 1)
 
     def _read(self, tensor: Tensor, parts: list[Any], windows: Any, hidden: Any) -> Tensor:
         dims = _dims(parts)
@@ -151,6 +211,19 @@ class Windows:
             value = value.reshape(value.shape[max(0, value.ndim - len(kept)) :])  # those before are of one element
             value = value.expand([shape[dim] for dim in kept]).reshape(shape)
         tensor[grid] = value
+
+
+def _sum(parts: Sequence[tuple[Sum, int]]) -> Sum:
+    """Of multiples of sums, without terms that are none."""
+    found: Sum = {}
+    for one, times in parts:
+        for term, count in one.items():
+            found[term] = found.get(term, 0) + times * count
+    return {term: count for term, count in found.items() if count}
+
+
+def _is_number(one: Any) -> bool:
+    return type(one) is int or _is_place(one)
 
 
 def _as_kept(number: Any) -> Tensor:

@@ -91,7 +91,27 @@ def in_a_branch(model: Net, h: Tensor) -> Tensor:
     return h
 
 
-FORMS = [crop, crop_by_a_tensor, crop_of_two_dims, segments, at_the_largest, erased, asked_twice, in_a_branch]
+def rolled(model: Net, h: Tensor) -> Tensor:
+    """As Autoformer has it, and as what is drawn shifts an image."""
+    _, delays = torch.topk(h.detach().mean((0, 2)), 2)
+    moved = sum(torch.roll(h, -int(delays[place]), 1) * (place + 1) for place in range(2))
+    shift = torch.randint(0, 5, (1,)).item()
+    moved = moved + h.roll(shifts=(shift, 1), dims=(1, -1)) * 2 + h.roll(delays[0], 0) * h.roll(2 * shift + 1)
+    assert isinstance(moved, Tensor)
+    return torch.stack([row.roll(shift * place, 0) for place, row in enumerate(moved)])
+
+
+def of_sums(model: Net, h: Tensor) -> Tensor:
+    """The k-th segment, counted from the end, and of two numbers."""
+    k, other = torch.randint(0, 3, (2,)).tolist()
+    size, first = 2, k * 3
+    parts = h[:, k * size : (k + 1) * size] + h[:, LONG - k - size : LONG - k] * 2 + h[:, -k - 3 : -k - 1] * 3
+    last = first + 1
+    last -= k
+    return parts + h[:, k + other : other + k + 2] * 4 + h[:, 2 - k : -k + 4] * 5 + h[:, 2 * k : last + 1][:, :1] * 6
+
+
+FORMS = [of_sums, crop, crop_by_a_tensor, crop_of_two_dims, segments, at_the_largest, erased, asked_twice, in_a_branch, rolled]
 
 
 def batch(number: int) -> Tensor:
@@ -133,6 +153,13 @@ def test_what_reaches_beyond_the_end_is_no_such_slice(one: DeviceMesh) -> None:
         parallel(batch(0))
 
 
+def set_anew(model: Net, h: Tensor) -> Tensor:
+    begin = torch.randint(0, 3, ())
+    end = begin + 1
+    end.add_(2)
+    return h[:, begin:end]
+
+
 def written_to(model: Net, h: Tensor) -> Tensor:
     begin = torch.randint(0, 3, (1,)).item()
     h = h.clone()
@@ -153,6 +180,7 @@ REFUSED = {
     written_to: "writes in place to what it has read at a place that is a value",
     of_a_length: "needs a number out of a tensor at once",
     of_twice_as_many: "it needs the values of a tensor",
+    set_anew: "depends on values",
 }
 
 
