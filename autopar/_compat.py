@@ -9,7 +9,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed._functional_collectives as functional_collectives
@@ -127,6 +127,26 @@ def without_parametrization_cache() -> Iterator[None]:
         parametrize._cache_enabled, parametrize._cache = before
 
 
+@contextlib.contextmanager
+def scripted_as_written() -> Iterator[None]:
+    """Inside, functions of torch.jit.script run operator by operator. Once they have run, they have a plan otherwise,
+    with a backward of its own, which is none of the graph that is traced.
+    """
+    kind: Any = torch.jit.ScriptFunction
+    call = kind.__call__
+
+    def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+        function._debug_flush_compilation_cache()
+        return call(function, *args, **kwargs)
+
+    kind.__call__ = called
+    try:
+        with cast(Any, torch.jit).optimized_execution(False):
+            yield
+    finally:
+        kind.__call__ = call
+
+
 def keeps_graph() -> bool:
     """Whether the backward that runs may be followed by another one through the same graph (`retain_graph=True`)."""
     return _get_current_graph_task_keep_graph()
@@ -230,6 +250,7 @@ __all__ = [
     "replace_distribute_tensors",
     "replace_named_dims",
     "replace_total_norm",
+    "scripted_as_written",
     "told_of_export",
     "total_norm",
     "with_torch_function",

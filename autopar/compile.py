@@ -222,10 +222,11 @@ def _check_kinds(
         is_class = isinstance(model, type)
         what = f"the class {model.__name__}; give an instance of it" if is_class else f"a {type(model).__name__}"
         raise ValueError(f"the model is no torch.nn.Module but {what}")
-    if isinstance(model, torch.jit.ScriptModule):
+    scripted = (one for one in model.named_modules() if isinstance(one[1], torch.jit.ScriptModule))
+    if (found := next(scripted, None)) is not None:
         raise ValueError(
-            f"the model is compiled by torch.jit ({type(model).__name__}), which leaves no Python code to trace: give "
-            "the module that it was made of"
+            f"{f'module {found[0]} of the model' if found[0] else 'the model'} is compiled by torch.jit "
+            f"({type(found[1]).__name__}), which leaves no Python code to trace: give the module that it was made of"
         )
     empty = next((name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter)), None)
     if empty is not None:

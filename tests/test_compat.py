@@ -1,5 +1,6 @@
 """Every private name of torch that autopar uses, executed once: what breaks first with another version of torch."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -239,6 +240,31 @@ def check_without_parametrization_cache() -> None:
         with _compat.without_parametrization_cache():
             assert layer.weight is not held and layer.weight is not layer.weight
         assert layer.weight is held
+
+
+def gate(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x)
+
+
+def check_scripted_as_written() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripts are deprecated
+        scripted = torch.jit.script(gate)
+
+    class Sees(_compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    seen = list[Any]()
+    x = torch.randn(3, requires_grad=True)
+    for _ in range(3):
+        scripted(x).sum().backward()
+    with _compat.scripted_as_written(), Sees():
+        made = scripted(x)
+    computed = [one for one in seen if one is not torch.ops.aten.detach.default]
+    assert computed == [torch.ops.aten.sigmoid.default, torch.ops.aten.mul.Tensor]
+    assert type(made.grad_fn).__name__ == "MulBackward0"
 
 
 def check_without_torch_function() -> None:

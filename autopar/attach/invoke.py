@@ -43,7 +43,7 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key, own: Callabl
         refuse(parallel)
     positional, named = call.given
     held = (one for one in (*positional, *named.values()) if not isinstance(one, Tensor))
-    refuse_one_for_two(chain((state.model_class,), map(type, parallel.modules())), (*call.tensors, *held))
+    refuse_one_for_two(chain((state.model_class,), map(type, parallel.modules())), held)
     parameters, computed = parameters_of(prepared, state.device_mesh), prepared.counting.computed(prepared.modules)
     before = _before(parallel, prepared, key)
     given = own() if prepared.changed or prepared.theirs else call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,10 @@ NUMBERS = (int, float)
 @dataclass(frozen=True)
 class Call:
     """Arguments, named ones by name, so that both spellings of a call are one. `key`: equal for calls that one program
-    serves: structure, shapes, dtypes, and the values of what is no tensor. `tensors`: in the order of `key`. `numbers`:
-    path -> value of numbers that are part of the key, which but for them is `shape`. `derivatives`: of what forward
-    gives, those that are asked for in its place (`autopar.trace.derivatives.Derivative`). `given`: the arguments in the
-    caller's own containers.
+    serves: structure, shapes, dtypes, which tensors are one, and the values of what is no tensor. `tensors`: in the
+    order of `key`. `numbers`: path -> value of numbers that are part of the key. `shape`: structure, shapes and dtypes
+    alone. `derivatives`: of what forward gives, those that are asked for in its place
+    (`autopar.trace.derivatives.Derivative`). `given`: the arguments in the caller's own containers.
     """
 
     args: tuple[Any, ...]
@@ -74,9 +74,8 @@ class Caller:
         shape = tuple(_key(one, f"[{place}]", reading) for place, one in enumerate(positional))
         shape += tuple((name, _key(named[name], f"['{name}']", reading)) for name in sorted(named))
         numbers = tuple((path, type(value), value) for path, value in reading.numbers.items())
-        return Call(
-            positional, named, (shape, numbers), tuple(reading.tensors), shape, reading.numbers, given=given
-        )  # fmt: skip
+        key = (shape, numbers, *_same(reading.tensors))
+        return Call(positional, named, key, tuple(reading.tensors), shape, reading.numbers, given=given)
 
     def by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same call with every argument that has a name passed by its name."""
@@ -105,6 +104,13 @@ class Caller:
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return type(value)(self._as_tensors(part, f"{path}[{place}]") for place, part in enumerate(value))
         return value
+
+
+def _same(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Of each tensor the place of the first that is the same one; nothing where all are others."""
+    first = dict[int, int]()
+    places = tuple(first.setdefault(id(one), place) for place, one in enumerate(tensors))
+    return (places,) if len(first) < len(places) else ()
 
 
 def _signature_of(forward: Callable[..., Any]) -> inspect.Signature:

@@ -19,7 +19,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, pytree, without_parametrization_cache
+from autopar._compat import (
+    FakeTensorMode,
+    aot_export_joint_with_descriptors,
+    pytree,
+    scripted_as_written,
+    without_parametrization_cache,
+)
 from autopar.errors import TraceError
 from autopar.trace.ambient import (
     AutocastState,
@@ -39,12 +45,13 @@ from autopar.trace.cached import computing_for_good
 from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
 from autopar.trace.changed import ArgumentsChanged
-from autopar.trace.counted import ARGUMENT, Counting, is_counted, with_counted
+from autopar.trace.counted import ARGUMENT, Counting, with_counted
 from autopar.trace.derivatives import TANGENTS, Derivative
 from autopar.trace.drawing import Drawing, random_state
 from autopar.trace.experts import experts_kept
 from autopar.trace.exported import check_exported, constants_of, plain_outputs
 from autopar.trace.fakes import fake_copy
+from autopar.trace.flat_inputs import FlatInputs, fake_inputs, fake_of, requiring_grad, same_in
 from autopar.trace.forward import watch_forward
 from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.gradients import traced_with
@@ -58,7 +65,7 @@ from autopar.trace.modules import aliases, as_plain_modules, calling_forward, ch
 from autopar.trace.outputs import returning, settle
 from autopar.trace.outside import states_outside, undrawn, unlike
 from autopar.trace.plain_norm import make_traceable, synced
-from autopar.trace.precision import compute_dtype, insert_casts
+from autopar.trace.precision import insert_casts
 from autopar.trace.reads import Reads, refuse, watching
 from autopar.trace.records import classes_in
 from autopar.trace.tangents import outputs_settled
@@ -97,10 +104,6 @@ def _fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _fake(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(like.shape, dtype=dtype)
-
-
 @dataclass(frozen=True)
 class _Setting:
     """How a model is traced: on fake tensors of `mode`, in train or eval mode if `training` says so, under `autocast`.
@@ -122,6 +125,7 @@ class _Setting:
     arguments: Arguments
     drawing: Drawing
     changed: frozenset[str] = frozenset()  # arguments that forward changes, by path
+    same: Mapping[str, str] = field(default_factory=dict[str, str])  # `same_in`
 
     @property
     def device(self) -> str:
@@ -131,7 +135,7 @@ class _Setting:
     def copy(self, originals: dict[int, Any] | None = None, left: Sequence[torch.Tensor] = ()) -> nn.Module:
         return fake_copy(self.model, self.mode, self.precision, self.device, originals, left)
 
-    def run_by_itself(self, inputs: _Inputs, caches: list[Any]) -> object:
+    def run_by_itself(self, inputs: FlatInputs, caches: list[Any]) -> object:
         """What a copy of the model returns to a call that nobody traces."""
         called, (args, named) = self.copy(), inputs.call()
         kwargs = {name: value for name, value in named.items() if name not in (ARGUMENT, TANGENTS)}
@@ -139,24 +143,6 @@ class _Setting:
         as_there = autocast_as(self.autocast), autocast_as_asked(self.device_type)
         with self.mode, as_there[0], as_there[1], torch.no_grad(), computing_for_good(caches):
             return nn.Module.__call__(called, *args, **kwargs)
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """The flat inputs as fake tensors: in their own dtypes, and `cast` to those that the model computes in."""
-
-    fakes: list[Any]
-    cast: list[Any]
-    spec: pytree.TreeSpec
-
-    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments for the model, in containers of their own, which it may change."""
-        return pytree.tree_unflatten(self.cast, self.spec)
-
-    def to_cast(self) -> list[Any]:
-        """Those that are cast; None in the place of others."""
-        pairs = zip(self.fakes, self.cast, strict=True)
-        return [fake if isinstance(fake, torch.Tensor) and fake.dtype != cast.dtype else None for fake, cast in pairs]
 
 
 @dataclass(frozen=True)
@@ -217,15 +203,15 @@ def _captured(
     again = partial(_captured, args=args, kwargs=kwargs, every_tangent=every_tangent, loss_alone=loss_alone)
     further = setting.drawing.draws.among(with_counted(kwargs, model, setting.counted.places))
     leaves, spec = dense_inputs(model, args, further)
+    setting = replace(setting, same=same_in(leaves))
     copy = _ready_to_trace(setting, kwargs.get("use_cache") is not False)
-    inputs = _fake_inputs(setting, leaves, spec)
+    inputs = fake_inputs(leaves, spec, setting.mode, setting.device, setting.precision)
     alone = partial(setting.run_by_itself, inputs, copy.reads.caches)
     with (
         _ONE_AT_A_TIME, without_torchs_log(), naming_the_line(shown(leaves), alone),
         ExitStack() as stack, naming_autocast(device_type, setting.under_its_autocast),
+        without_parametrization_cache(), one_tf32_setting(), scripted_as_written(),
     ):  # fmt: skip
-        stack.enter_context(without_parametrization_cache())
-        stack.enter_context(one_tf32_setting())
         # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
         stack.enter_context(torch.backends.mkldnn.flags(False, None, None, None))  # type: ignore[arg-type]
         try:
@@ -255,7 +241,7 @@ def _captured(
         keep_apart(inner)
         if device_type == "cpu":
             insert_autocast(inner, setting.autocast)
-        called = pytree.tree_unflatten(_requiring_grad(fakes, leaves), spec)
+        called = pytree.tree_unflatten(requiring_grad(fakes, leaves), spec)
         with without_autocast():
             joint = aot_export_joint_with_descriptors(stack, inner, *called, decompositions=None)
         setting.drawing.refuse_others(copy.drawn)
@@ -291,26 +277,12 @@ def _ready_to_trace(setting: _Setting, may_cache: bool, left: Sequence[torch.Ten
     reads.asked, reads.draws = Asked(setting.arguments, notes=notes), setting.drawing.draws
     reads.draws.written = reads.written
     returning(copy, reads, notes, setting.derivatives, setting.changed)
-    watch_forward(copy, small_buffers(setting.model), sparse_buffers(setting.model), notes, reads)
+    watch_forward(copy, small_buffers(setting.model), sparse_buffers(setting.model), setting.same, notes, reads)
     return _Watched(copy, reads, notes, caches, may_cache, drawn, originals)
 
 
-def _fake_inputs(setting: _Setting, leaves: list[tuple[str, Any]], spec: pytree.TreeSpec) -> _Inputs:
-    precision = setting.precision
-    casts = precision if precision is not None and precision.cast_forward_inputs else None
-    with setting.mode, torch.device(setting.device):
-        fakes = [_fake(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
-        cast = [
-            _fake(leaf, compute_dtype(leaf, casts)) if isinstance(leaf, torch.Tensor) and not is_counted(path) else leaf
-            for (path, _), leaf in zip(leaves, fakes, strict=True)
-        ]
-    if setting.device == "cpu":  # as for parameters
-        _requiring_grad(cast, leaves)
-    return _Inputs(fakes, cast, spec)
-
-
 def _exported(
-    setting: _Setting, copy: _Watched, inputs: _Inputs
+    setting: _Setting, copy: _Watched, inputs: FlatInputs
 ) -> tuple[torch.export.ExportedProgram, list[Any], Change | None]:
     """The copy's forward, exported while it is watched, the autograd functions that it calls, and what it changed."""
     with (
@@ -337,7 +309,7 @@ def _exported(
 
 
 def _as_noted(
-    setting: _Setting, copy: _Watched, inputs: _Inputs
+    setting: _Setting, copy: _Watched, inputs: FlatInputs
 ) -> tuple[_Watched, torch.export.ExportedProgram, list[Any]]:
     """The copy, exported; where forward has noted something in a table, another one, with that in its place: einops
     does so for each type of tensor. Raises TraceError where it notes more, or what it computes hangs on what it noted.
@@ -357,7 +329,7 @@ def _as_noted(
 
 
 def _see_what_hangs_on_it(
-    setting: _Setting, copy: _Watched, inputs: _Inputs, exported: torch.export.ExportedProgram
+    setting: _Setting, copy: _Watched, inputs: FlatInputs, exported: torch.export.ExportedProgram
 ) -> None:
     """Trace once more where forward leaves something outside of its modules, with that there."""
 
@@ -372,7 +344,7 @@ def _see_what_hangs_on_it(
     refuse_fakes(setting.model, copy.reads, copy.originals)
 
 
-def _spell_out_casts(setting: _Setting, inner: torch.fx.GraphModule, inputs: _Inputs) -> list[Any]:
+def _spell_out_casts(setting: _Setting, inner: torch.fx.GraphModule, inputs: FlatInputs) -> list[Any]:
     """Put the casts of the precision and of the device's autocast into an exported module; its inputs from then on."""
     fakes = inputs.fakes
     if setting.precision is not None:
@@ -385,12 +357,4 @@ def _spell_out_casts(setting: _Setting, inner: torch.fx.GraphModule, inputs: _In
     parameters = setting.model.named_parameters(remove_duplicate=False)
     bring_home(inner, {name for name, parameter in parameters if parameter.requires_grad}, setting.mode)
     with setting.mode:
-        return [_fake(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in fakes]
-
-
-def _requiring_grad(fakes: list[Any], leaves: list[tuple[str, Any]]) -> list[Any]:
-    """The flat inputs, of which those require grad that do: the joint graph gives their gradients, too."""
-    for fake, (_, leaf) in zip(fakes, leaves, strict=True):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            fake.requires_grad_()
-    return fakes
+        return [fake_of(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in fakes]

@@ -30,6 +30,7 @@ from autopar.trace.ctc import kept_as_one
 from autopar.trace.drawn_arrays import Drawn, of_drawn
 from autopar.trace.eager import as_it_runs
 from autopar.trace.encoders import as_torchs_encoders
+from autopar.trace.flat_inputs import as_given
 from autopar.trace.gradients import WITHOUT_GRADIENT, Taken
 from autopar.trace.independent import refuse_attributes, refuse_modules, with_notes
 from autopar.trace.indices import inside
@@ -59,6 +60,10 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.cov, torch.Tensor.cov), cov),
     **dict.fromkeys((torch.corrcoef, torch.Tensor.corrcoef), corrcoef),
 }
+ROWS = (
+    "forward returns rows that a boolean mask picks, and how many there are depends on values; return all rows, and "
+    "the mask beside them"
+)
 TRUTHS = ("equal", "allclose", "__contains__")
 LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
@@ -69,12 +74,13 @@ def watch_forward(
     model: nn.Module,
     values: Mapping[str, torch.Tensor],
     sparse: Mapping[str, torch.layout],
+    same: Mapping[str, str],
     notes: list[str],
     reads: Reads,
 ) -> None:
     """Have `model`, a copy that is only traced and gives a `Returned`, run its forward in here. `values`: what is in
-    small buffers. `sparse`: buffers that forward may not read, as they are dense in the copy. `notes`: what is to be
-    told beside the plan comes behind them.
+    small buffers. `sparse`: buffers that forward may not read, as they are dense in the copy. `same`: as of
+    `flat_inputs.as_given`. `notes`: what is to be told beside the plan comes behind them.
     """
     counting = reads.counting
     original = model.forward
@@ -86,23 +92,18 @@ def watch_forward(
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = as_given(args, kwargs, same)
         now = registered(model)
         replace_tensors(model, {id(stand_for[name]): value for name, value in now.items()}, registered=False)
         replace_tensors(model, looks := as_looks(looks_in(model), now), registered=False)
         watch = _Watch({id(value) for value in now.values()}, frozenset(map(id, model.buffers())), notes, reads)
         try:
             watch.known |= set(map(id, (*tensors_in((args, kwargs)), *looks.values())))
-            watch.checks.branches.tensors.hold(now.values())
-            watch.sparse = {id(now[name]): (name, layout) for name, layout in sparse.items()}
-            for name, value in values.items():
-                watch.literals.know(name, now[name], value)
+            watch.has_buffers(now, values, sparse)
             numbers = counted_from(further := kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
             reads.draws.begin(further, watch.checks)
-            for path, leaf in flatten_inputs(args, kwargs)[0]:
-                if path in (there := reads.asked.arguments.values) and leaf.dtype == there[path].dtype:
-                    watch.origins.is_argument(leaf, path)
             watch.registered |= set(map(id, tensors_in([*numbers.values()])))  # whose memory may be written to, too
-            arguments, _ = flatten_inputs(args, kwargs)
+            watch.origins.are_arguments(arguments := flatten_inputs(args, kwargs)[0], reads.asked.arguments.values)
             had, parts = with_notes(now, noted), dict(model.named_modules())
             with (
                 watch, standing(numbers, modules), math_of_numbers(), rolling_by_numbers(),
@@ -116,10 +117,7 @@ def watch_forward(
                 now_there = registered(model)
                 watch.literals.may_be_written([now[name] for name in values if now_there.get(name) is not now[name]])
             if any(isinstance(value, Picked) for value in pytree.tree_leaves(returned)):
-                raise TraceError(
-                    "forward returns rows that a boolean mask picks, and how many there are depends on values; return "
-                    "all rows, and the mask beside them"
-                )
+                raise TraceError(ROWS)
             given = {**dict(arguments), **returned.changed}
             memory = seen(returned, returned.outputs, given.items(), now, now_there)
             checks, taken = watch.checks, watch.checks.branches.tensors.counts()
@@ -155,6 +153,15 @@ class _Watch(TorchFunctionMode):
         self.taken, self.uniform = Taken(), set[int]()  # ids of what torch.rand drew
         self.detached: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id; first itself
         self.data: dict[int, int] = {}  # id of what is detached -> id of what it is of
+
+    def has_buffers(
+        self, now: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], sparse: Mapping[str, torch.layout]
+    ) -> None:
+        """As of `watch_forward`. `now`: parameters and buffers, by name."""
+        self.checks.branches.tensors.hold(now.values())
+        self.sparse = {id(now[name]): (name, layout) for name, layout in sparse.items()}
+        for name, value in values.items():
+            self.literals.know(name, now[name], value)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self.checks:
@@ -309,7 +316,7 @@ class _Watch(TorchFunctionMode):
             return args[0]
         self.reads_at.see(name, args, kwargs)
         if func is torch.Tensor.__getitem__ and self.checks.branches.here():
-            args = inside(*args, self.checks)
+            args = inside(args[0], args[1], self.checks)
         if (found := at_values(func, args)) is not None:
             result = read_or_write(func, args, found)
             if len(args) == 2:

@@ -9,6 +9,7 @@ so that AOTAutograd sees its backward.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import threading
@@ -153,7 +154,13 @@ def _shapes(tensors: list[Tensor], number: int) -> list[Tensor]:
         _here.is_inside = False
 
 
+def _of_constants(tensors: list[Tensor], number: int) -> list[Tensor]:
+    """What it gives for a constant of one element (`torch.tensor(0.0)`), with which torch computes while it traces."""
+    return [one.detach().clone() for one in copy.copy(_here.applications[number])(tensors)]
+
+
 torch.library.register_fake("autopar_functions::apply", _shapes, lib=_LIBRARY)
+_LIBRARY.impl("apply", _of_constants, "CPU")
 
 # The function itself is changed, not the name: `swish = Swish.apply`, at the head of a module, was bound long ago.
 _FUNCTION: types.FunctionType = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]

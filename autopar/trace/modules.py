@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import operator
 import types
 from collections.abc import Iterator, Mapping
@@ -13,12 +14,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from autopar._compat import FakeTensor, FakeTensorMode
 from autopar.errors import PlanMismatch, TraceError
 from autopar.trace.closures import globals_of, look_at_copies, with_parts
 from autopar.trace.standing_in import StandIns
 from autopar.trace.values import held_in, put_in
 
-OWN = ("borrowed", "is_new", "fake_mode")  # attributes of parameters that are no user's
+# Attributes of parameters that are no user's: ours, and torch's.
+OWN = ("borrowed", "is_new", "_is_param", "_is_buffer", "_local_tensor", "_spec")
 REGISTERED = ("_parameters", "_buffers", "_modules")  # where a module holds what is registered with it
 # What every module has; `training` alone says something about what forward computes.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -129,7 +132,15 @@ def registered(model: nn.Module) -> dict[str, torch.Tensor]:
 def noted_on(tensor: torch.Tensor) -> dict[str, Any]:
     """What the user has put on a parameter or buffer (`weight.scale = 2.0`)."""
     own = ((name, value) for name, value in vars(tensor).items() if value is not None)
-    return {name: value for name, value in own if not name.startswith("_") and name not in OWN}
+    beside = {*OWN, *_of_fakes()} if isinstance(tensor, FakeTensor) else OWN
+    return {name: value for name, value in own if not name.startswith("__") and name not in beside}
+
+
+@functools.cache
+def _of_fakes() -> frozenset[str]:
+    """Attributes that every fake tensor has."""
+    with FakeTensorMode():
+        return frozenset(vars(torch.empty(0)))
 
 
 def _fill_as_held(copy_of: dict[int, Any]) -> None:

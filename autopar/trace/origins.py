@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -142,6 +142,12 @@ class Origins:
 
     def is_argument(self, tensor: torch.Tensor, path: str) -> None:
         self.asked.roots[self.of(tensor)] = path
+
+    def are_arguments(self, leaves: Iterable[tuple[str, Any]], values: Mapping[str, torch.Tensor]) -> None:
+        """`leaves`: those of a call, by path. `values`: what is in those that forward may ask."""
+        for path, leaf in leaves:
+            if path in values and leaf.dtype == values[path].dtype:
+                self.is_argument(leaf, path)
 
     def answer(self, tensor: torch.Tensor) -> Any:
         """What is in a tensor of whole numbers or truths that is made of arguments alone, in the call that is traced;

@@ -15,9 +15,9 @@ from autopar.trace.values import is_torchs
 
 DATA: Any = torch.Tensor.data
 GRAD: Any = torch.Tensor.grad
-SHAPE, DTYPE, DEVICE = (torch.Tensor.shape, torch.Tensor.dtype, torch.Tensor.device)
+LOOKS: Any = torch.Tensor.shape, torch.Tensor.dtype, torch.Tensor.device
 # What of a sparse tensor is that of a dense one.
-ABOUT = (*(one.__get__ for one in (SHAPE, DTYPE, DEVICE)), torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel)
+ABOUT = (*(one.__get__ for one in LOOKS), torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel)
 
 
 def refuse_sparse(func: Any, taken: Sequence[tuple[str, torch.layout]]) -> None:

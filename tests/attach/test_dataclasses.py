@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.modeling_outputs import CausalLMOutput
 
 import autopar
 from tests.processes.compare import near
@@ -184,3 +185,36 @@ class Strange:
 def test_tensors_that_nobody_sees_are_named(one: DeviceMesh) -> None:
     with pytest.raises(autopar.PlanMismatch, match=r"a class of its own \(Strange\), whose tensors are not"):
         autopar.compile(Reads(), one, inputs="local")(Strange())
+
+
+class Written(nn.Module):
+    """Sets the loss behind what its dataclass has behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+
+    def forward(self, given: CausalLMOutput, x: Tensor) -> tuple[CausalLMOutput, CausalLMOutput]:
+        given.logits = self.inner(given.logits) + given.hidden_states
+        given["loss"] = given.logits.square().mean()
+        made = CausalLMOutput(logits=self.inner(x))
+        made.loss = made.logits.square().mean() + given.loss
+        return given, made
+
+
+def test_outputs_of_transformers_have_their_entries_in_the_order_in_which_they_were_set(one: DeviceMesh) -> None:
+    plain = Written()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for _ in range(2):
+        found: list[Any] = []
+        for model in (parallel, plain):
+            torch.manual_seed(0)
+            given = CausalLMOutput(logits=torch.randn(3, 8))
+            given["hidden_states"], given["loss"] = torch.randn(3, 4), torch.randn(5)
+            found.append(model(given, torch.randn(2, 8)))
+            assert found[-1][0] is given
+        for ours, wanted in zip(*found, strict=True):
+            assert [*ours] == [*wanted] and ours[0].shape == wanted[0].shape
+            for name in wanted:
+                near(ours[name], wanted[name], 1e-6, name)
+                near(getattr(ours, name), wanted[name], 1e-6, name)

@@ -95,7 +95,24 @@ class Within(nn.Module):
         return (self.net(x - slope) + self.other(x)).square().mean()
 
 
-@pytest.mark.parametrize("kind", [Pinn, Steps, Attacked, Products, Within])
+class Constants(nn.Module):
+    """What is made to train in forward, of one element and of several, and is added to or asked for a slope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.net(x)
+        loss = torch.tensor(0.0, requires_grad=self.training) + torch.tensor([0.0, 1.0], requires_grad=True).sum()
+        time = torch.tensor([0.5]).requires_grad_()
+        extra = torch.FloatTensor([0.25])
+        extra.requires_grad = True
+        slope, *_ = torch.autograd.grad((y * time).sin().sum(), time, create_graph=True)
+        return loss + (y * slope + extra).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Pinn, Steps, Attacked, Products, Within, Constants])
 def test_gradients_in_forward_are_as_on_one_process(kind: type[nn.Module], one: DeviceMesh) -> None:
     torch.manual_seed(0)
     plain = kind()

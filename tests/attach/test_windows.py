@@ -111,7 +111,18 @@ def of_sums(model: Net, h: Tensor) -> Tensor:
     return parts + h[:, k + other : other + k + 2] * 4 + h[:, 2 - k : -k + 4] * 5 + h[:, 2 * k : last + 1][:, :1] * 6
 
 
-FORMS = [of_sums, crop, crop_by_a_tensor, crop_of_two_dims, segments, at_the_largest, erased, asked_twice, in_a_branch, rolled]
+FORMS = [
+    of_sums,
+    crop,
+    crop_by_a_tensor,
+    crop_of_two_dims,
+    segments,
+    at_the_largest,
+    erased,
+    asked_twice,
+    in_a_branch,
+    rolled,
+]
 
 
 def batch(number: int) -> Tensor:

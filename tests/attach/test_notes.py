@@ -1,0 +1,60 @@
+"""What scripts note on parameters: it stays, as optimizers are made by it."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar
+from tests.processes.compare import near
+
+
+class Noted(nn.Module):
+    """As state-space models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.steps = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+        self.steps._optim = {"weight_decay": 0.0, "lr": 1e-3}
+        self.layer.bias._no_weight_decay = True
+        self.layer.weight._scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.steps * self.layer.weight._scale).square().mean()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    every = [*model.parameters()]
+    made = torch.optim.AdamW([one for one in every if not hasattr(one, "_optim")], lr=0.1, weight_decay=0.1)
+    for one in every:
+        if hasattr(one, "_optim"):
+            made.add_param_group({"params": [one], **one._optim})
+    return made
+
+
+def test_notes_of_before_compile_are_there(one: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = Noted()
+    parallel = autopar.compile(with_notes(copy.deepcopy(plain), plain), one)
+    ours, wanted = optimizer_of(parallel), optimizer_of(plain)
+    assert len(ours.param_groups) == 2
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        for model, optimizer in ((plain, wanted), (parallel, ours)):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+        near(parallel.steps, plain.steps, 1e-6, "steps")
+    assert parallel.layer.bias._no_weight_decay and parallel.steps._optim == plain.steps._optim
+    parallel.layer.weight._scale = plain.layer.weight._scale = 5.0
+    near(parallel(x), plain(x), 1e-6, "loss")
+
+
+def with_notes(model: nn.Module, of: nn.Module) -> nn.Module:
+    """`copy.deepcopy` leaves them out."""
+    for name, parameter in model.named_parameters():
+        vars(parameter).update(vars(of.get_parameter(name)))
+    return model
