@@ -61,7 +61,14 @@ from autopar.trace.left import Left
 from autopar.trace.lines import naming_the_line, without_torchs_log
 from autopar.trace.literals import small_buffers
 from autopar.trace.masks import masks_left_out
-from autopar.trace.modules import aliases, as_plain_modules, calling_forward, check_names, sparse_buffers
+from autopar.trace.modules import (
+    aliases,
+    as_plain_modules,
+    calling_forward,
+    check_names,
+    leaving_modules,
+    sparse_buffers,
+)
 from autopar.trace.outputs import returning, settle
 from autopar.trace.outside import states_outside, undrawn, unlike
 from autopar.trace.plain_norm import make_traceable, synced
@@ -207,8 +214,9 @@ def _captured(
     copy = _ready_to_trace(setting, kwargs.get("use_cache") is not False)
     inputs = fake_inputs(leaves, spec, setting.mode, setting.device, setting.precision)
     alone = partial(setting.run_by_itself, inputs, copy.reads.caches)
+    written = copy.reads.written
     with (
-        _ONE_AT_A_TIME, without_torchs_log(), naming_the_line(shown(leaves), alone),
+        _ONE_AT_A_TIME, without_torchs_log(), naming_the_line(shown(leaves), alone, written),
         ExitStack() as stack, naming_autocast(device_type, setting.under_its_autocast),
         without_parametrization_cache(), one_tf32_setting(), scripted_as_written(),
     ):  # fmt: skip
@@ -301,7 +309,7 @@ def _exported(
         ):
             warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch reads it
-            with calling_forward(copy.model):
+            with calling_forward(copy.model), leaving_modules():
                 exported = torch.export.export(copy.model, *inputs.call(), strict=False)
         copy.reads.of(copy.originals)
         changed = copy.reads.changed(copy.originals)

@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -55,7 +55,10 @@ NO_ROWS = re.compile(r"\[(.*, )?0[,\]]")
 EMPTY = "A batch without rows has nothing to compute: leave it out."
 BY_ITSELF = "Call the model with these inputs without autopar: it should run there first."
 IT_RUNS = "Without autopar the model runs with these inputs, but torch.export cannot follow it"
-NO_LINE = ", and names no line: a module that is none of Python (quantized, compiled) stands in the way, mostly."
+NO_LINE = (
+    ", and names no line: mostly forward catches an error of a function of torch (ask first what it would raise for), "
+    "or a module that is none of Python (quantized, compiled) stands in the way."
+)
 NO_RUN = (
     "Without autopar it fails in the same way on tensors of these shapes without values: make the model and its inputs "
     "fit each other there. (If it runs with values, it does something else where it sees that nobody gives it any.)"
@@ -77,6 +80,7 @@ BY_FUNC = (
 CHOOSE = "A program does not: compute both and choose by torch.where, or loop as often as Python says."
 DRAWN = "Make a tensor of an array that numpy draws by torch.from_numpy, and of what else is drawn by torch.tensor."
 RESIZED = "Make it in the size that it has then: x.new_empty(sizes), torch.empty(sizes)."
+LOST = "forward raises {}{}, with {}, which a script that catches it would not have: return a flag, and all of that"
 GROUPED = "torch traces grouped_mm of bfloat16 alone: cast both operands there, or multiply one group after the other."
 ADVICE = (
     (re.compile("cache_utils|(Dynamic|Static|EncoderDecoder)Cache"), CACHE),
@@ -166,9 +170,12 @@ def without_torchs_log() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming_the_line(inputs: str, by_itself: Callable[[], object]) -> Iterator[None]:
+def naming_the_line(
+    inputs: str, by_itself: Callable[[], object], written: Collection[tuple[str, str]]
+) -> Iterator[None]:
     """Whatever fails within is a TraceError that names the line of the model, and the inputs if they are to blame:
-    if `by_itself`, which calls the model with them, fails alike.
+    if `by_itself`, which calls the model with them, fails alike. `written`: (module, name) of
+    the attributes that forward has set until then.
     """
     try:
         yield
@@ -192,6 +199,9 @@ def naming_the_line(inputs: str, by_itself: Callable[[], object]) -> Iterator[No
             what = f"{line}: {OWN_WORDS[advice]}{f' ({found[1]})' if found else ''}."
         if not advice and (alone := _error_of(by_itself)) is not None and type(alone) is type(error):
             given = f"{inputs}{',' * bool(line)}"
+            is_own = type(error).__module__.partition(".")[0] not in ("builtins", "torch")
+            if is_own and (lost := _lost(error, [name for _, name in written])):
+                raise TraceError(LOST.format(type(error).__name__, line, lost)) from error
             raise _as_raised(error, f"the model does not run with its inputs, {given}{what} {NO_RUN}") from error
         if not advice:
             it_runs = IT_RUNS + (": rewrite that line." if line else NO_LINE)
@@ -210,6 +220,13 @@ def _as_raised(error: Exception, told: str) -> TraceError:
     made = type(TraceError.__name__, (TraceError, kind), plain)(told)
     vars(made).update(vars(error))
     return made
+
+
+def _lost(error: Exception, names: Sequence[str]) -> str:
+    """What whoever catches an error of the user's own would not have of what forward has done until then, in words."""
+    held = [*error.args, *vars(error).values()]
+    tensors = "a tensor in it" if any(isinstance(one, Tensor) for one in held) else ""
+    return " and ".join(filter(None, (tensors, ", ".join(names) and f"{', '.join(names)} set ahead of it")))
 
 
 def _error_of(call: Callable[[], object]) -> Exception | None:

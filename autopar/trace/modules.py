@@ -215,6 +215,28 @@ def calling_forward(model: nn.Module) -> Iterator[None]:
         standing.restore()
 
 
+@contextlib.contextmanager
+def leaving_modules() -> Iterator[None]:
+    """Inside, torch's tracer knows in which modules it is, also behind exceptions that leave some and are caught."""
+    kind: Any = torch.fx.Tracer
+    call = kind.call_module
+
+    def call_module(tracer: Any, *args: Any, **kwargs: Any) -> Any:
+        around = tracer.module_stack.copy()
+        try:
+            return call(tracer, *args, **kwargs)
+        except BaseException:
+            tracer.module_stack.clear()
+            tracer.module_stack.update(around)
+            raise
+
+    kind.call_module = call_module
+    try:
+        yield
+    finally:
+        kind.call_module = call
+
+
 def replace_tensors(model: nn.Module, tensor_of: Mapping[int, torch.Tensor], *, registered: bool = True) -> None:
     """Put `tensor_of[i]` wherever a module holds the tensor with `id` i: as an attribute, in lists, tuples and
     dictionaries, or in a variable or an argument of a function. Without `registered`, parameters and buffers themselves
