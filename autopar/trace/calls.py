@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.trace.modules import check_dense, check_tensors
-from autopar.trace.records import make_known
+from autopar.trace.records import make_known, why_no_batch
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 NUMBERS = (int, float)
@@ -160,9 +160,11 @@ def _key(value: Any, path: str, reading: _Reading) -> Hashable:
         return type(value), str(spec), parts
     by_identity = type(value).__hash__ in (None, object.__hash__)
     if by_identity and not isinstance(value, (nn.Module, type, torch.ScriptObject)):
+        why = why_no_batch(value)
         raise ValueError(
-            f"argument {path} is a {type(value).__name__}, which cannot be compared between calls; "
-            "pass tensors, numbers, text, and lists, tuples or dicts of these (or make it a dataclass)"
+            f"argument {path} is a {type(value).__name__}, which cannot be compared between calls"
+            f"{f' ({why})' if why else ''}; pass tensors, numbers, text, and lists, "
+            "tuples or dicts of these (or make it a dataclass)"
         )
     return type(value), value
 

@@ -17,6 +17,12 @@ from autopar.trace.lines import COLLECTIVE, line_of_node
 CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl")
 
 
+SPARSE = (
+    "forward makes a sparse tensor{}, and a program computes with dense ones: give it as a dense matrix (.to_dense()), "
+    "or add up what its entries pick (index_select, index_add)"
+)
+
+
 def check_exported(exported: torch.export.ExportedProgram, with_gradient: Set[str], device_type: str) -> None:
     """Raises TraceError for what torch exports and a program for such a device does not do. `with_gradient`: buffers
     that forward sets to a tensor with one.
@@ -45,10 +51,7 @@ def _no_sparse_tensors(exported: torch.export.ExportedProgram) -> None:
     for node in exported.graph.nodes:
         made = node.meta.get("val")
         if isinstance(made, torch.Tensor) and made.layout != torch.strided:
-            raise TraceError(
-                f"forward makes a sparse tensor{line_of_node(node)}, and a program computes with dense ones: give it "
-                "as a dense matrix (.to_dense()), or add up what its entries pick (index_select, index_add)"
-            )
+            raise TraceError(SPARSE.format(line_of_node(node)))
 
 
 def _no_unknown_constants(exported: torch.export.ExportedProgram) -> None:

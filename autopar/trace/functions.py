@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopar._compat import pytree
+from autopar._compat import TorchDispatchMode, pytree
 from autopar.errors import TraceError
 from autopar.trace.ambient import autocast_state
+from autopar.trace.exported import SPARSE
 from autopar.trace.lines import line_here
 from autopar.trace.masked import Picked
 from autopar.trace.numbers import Number
@@ -146,10 +147,21 @@ def _is_plain(kind: type) -> bool:
     return kind.__module__.startswith("torch.") and not kind.__module__.startswith("torch.distributions.")
 
 
+class _WithoutSparse(TorchDispatchMode):
+    """What a function computes within is no operator of the graph, and is not looked at behind the trace."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        if isinstance(made, Tensor) and made.layout is not torch.strided:
+            raise TraceError(SPARSE.format(line_here()))
+        return made
+
+
 def _shapes(tensors: list[Tensor], number: int) -> list[Tensor]:
     _here.is_inside = True
     try:
-        return _here.applications[number].shapes(tensors)
+        with _WithoutSparse():
+            return _here.applications[number].shapes(tensors)
     finally:
         _here.is_inside = False
 

@@ -85,7 +85,7 @@ GROUPED = "torch traces grouped_mm of bfloat16 alone: cast both operands there, 
 ADVICE = (
     (re.compile("cache_utils|(Dynamic|Static|EncoderDecoder)Cache"), CACHE),
     (re.compile("(?i)flex_?attention"), FLEX),
-    (re.compile("(?i)nested|jagged|varlen|SymInt.{0,60}is not tracked with proxy", re.DOTALL), LENGTHS),
+    (re.compile("(?i)nested|jagged|varlen|cast NotImplemented|SymInt.{0,60}is not tracked with proxy", re.S), LENGTHS),
     (re.compile("entirely functional graph|mutating a non-functional tensor"), HELD),
     (re.compile("modified by an inplace operation"), STILL_READ),
     (re.compile(r"_apply\(\): Couldn't swap"), MOVED),

@@ -169,6 +169,11 @@ def _written(desc: Any, captured: Captured) -> TraceError:
             f"forward changes parameter {target} in place, which trains, and a program does not; "
             "change it after optimizer.step(), under torch.no_grad()"
         )
+    if not target.startswith("["):  # a buffer that is an attribute in the trace, as what it is set to has a gradient
+        return TraceError(
+            f"forward writes what has a gradient to {target} in place, which it keeps for the next call, and a program "
+            "does not: detach it first (x.detach())"
+        )
     return TraceError(
         f"forward changes its argument {target} in place, and the caller's tensor would stay as it is; "
         "have forward clone it first"

@@ -6,6 +6,7 @@ dicts of one's own (`collections.Counter`).
 from __future__ import annotations
 
 import enum
+import types
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -19,11 +20,16 @@ from autopar._compat import pytree
 from autopar.trace.values import COLLECTIONS, KEEPERS, MUTABLE, PLAIN, SCALARS, few_in, held_in, is_of_torch, own_names
 
 READ_AS_DICTS = "__iter__", "items", "__getitem__", "__setitem__"
+TO_ITSELF = "leads to itself (as a link to a parent does)"
+OWN_WAYS = ("__getattr__", "__setattr__", "__getattribute__")
+MOST_IN = 64
 BESIDE = (enum.Enum, torch.dtype, torch.device)  # parts of objects, which no program has
 
 
-def make_known(value: Any) -> None:
-    """Let dataclasses of the user's be taken apart and put together, as the tensors in them have to be."""
+def make_known(value: Any, above: tuple[Any, ...] = ()) -> None:
+    """Let dataclasses of the user's be taken apart and put together, as the tensors in them have to be. `above`: what
+    holds it. Raises ValueError for what holds itself.
+    """
     if isinstance(value, UserDict) and all(isinstance(one, SCALARS) for one in _beside(value).values()):
         _register(type(value))
     if isinstance(value, dict) and is_batch(value):
@@ -34,28 +40,40 @@ def make_known(value: Any) -> None:
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         for part in value:
-            make_known(part)
+            make_known(part, above)
     elif is_record(value) or (type(value) not in pytree.SUPPORTED_NODES and is_batch(value)):
+        if any(one is value for one in above):
+            raise ValueError(f"an argument holds a {type(value).__name__} that {TO_ITSELF}: pass it without that link")
         _register(type(value))
         for part in attributes(value).values():
-            make_known(part)
+            make_known(part, (*above, value))
 
 
-def is_batch(value: Any, depth: int = 4) -> bool:
+def is_batch(value: Any) -> bool:
     """Whether it is an object of a plain class, or a dict of one's own, that holds tensors, numbers and text alone, in
     lists, dicts and objects.
     """
-    if may_be_state(value) and depth:
-        return all(_is_of_batch(part, depth - 1) for part in [*(own_names(value) or {}).values(), *held_in(value)])
-    return False
+    return may_be_state(value) and why_no_batch(value) is None
 
 
-def _is_of_batch(value: Any, depth: int) -> bool:
+def why_no_batch(value: Any, above: tuple[Any, ...] = ()) -> str | None:
+    """Why an object is none, as far as there is something to say; None where it is one. `above`: what holds it."""
     if isinstance(value, (Tensor, *SCALARS)):
-        return True
+        return None
+    if any(one is value for one in above):
+        return f"it holds a {type(value).__name__} that {TO_ITSELF}"
+    if len(above) > MOST_IN:
+        return f"more than {MOST_IN} objects lie in one another in it"
     if isinstance(value, (list, tuple, dict)) and type(value) in pytree.SUPPORTED_NODES:
-        return depth > 0 and all(_is_of_batch(part, depth - 1) for part in held_in(value))
-    return is_batch(value, depth)
+        parts: Iterable[Any] = held_in(value)
+    elif not may_be_state(value):
+        has_own_ways = any(name in vars(one) for one in type(value).__mro__ for name in OWN_WAYS if one is not object)
+        told = "class has its own way to get or set attributes" if has_own_ways else ""
+        return f"it holds a {type(value).__name__}{told and f', whose {told}'}" if above else told and f"its {told}"
+    else:
+        parts = [*(own_names(value) or {}).values(), *held_in(value)]
+    reasons = (why_no_batch(part, (*above, value)) for part in parts)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def make_states_known(value: Any) -> None:
@@ -76,6 +94,7 @@ def may_be_state(value: Any) -> bool:
         return False
     has_own_ways = any("__getattr__" in vars(one) for one in kind.__mro__)
     plain = kind.__setattr__ is object.__setattr__ and kind.__getattribute__ is object.__getattribute__
+    plain = plain or kind is types.SimpleNamespace  # whose own are those of objects, in C
     return plain and not has_own_ways and own_names(value) is not None
 
 

@@ -121,6 +121,8 @@ class Net(nn.Module):
                 h = InPlace.apply(h + 1)
             case "calls":
                 h = Calls.apply(h, self.b)
+            case "sparse":
+                h = Sparse.apply(h)
         return self.b(h).square().mean()
 
 
@@ -143,12 +145,28 @@ def test_the_backward_that_is_written_is_the_one_that_runs(one: DeviceMesh, what
 
 
 @pytest.mark.parametrize(
-    ("what", "told"), [("in place", "changes its arguments in place"), ("calls", "is given a module or function")]
+    ("what", "told"),
+    [
+        ("in place", "changes its arguments in place"),
+        ("calls", "is given a module or function"),
+        ("sparse", r"forward makes a sparse tensor at .*test_functions.py.*, and a program computes with dense ones"),
+    ],
 )
 def test_what_could_not_be_trained_is_refused(one: DeviceMesh, what: str, told: str) -> None:
     parallel = autopar.compile(Net(what), one)
     with pytest.raises(TraceError, match=told):
         parallel(torch.randn(4, 6))
+
+
+class Sparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        picked = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), torch.ones(2), (4, 4), check_invariants=False)
+        return torch.sparse.mm(picked, x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
 
 
 class Scaled(torch.autograd.Function):

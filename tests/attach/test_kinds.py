@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import types
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -162,3 +164,100 @@ def test_sparse_tensors_are_refused_wherever_they_are(one: DeviceMesh, layout: s
 
 def test_optimizers_are_there_by_the_name_that_texts_give() -> None:
     assert autopar.optim.Whole.__module__ == "autopar.attach.whole"
+
+
+class Tree:
+    """Of sentences, as recursive networks have it."""
+
+    def __init__(self, x: Tensor, *children: Tree) -> None:
+        self.x, self.children = x, [*children]
+
+
+class Parented(Tree):
+    def __init__(self, x: Tensor, *children: Parented) -> None:
+        super().__init__(x, *children)
+        self.parent: Parented | None = None
+        for child in children:
+            child.parent = self
+
+
+@dataclass
+class Linked:
+    x: Tensor
+    children: list[Linked]
+    parent: Linked | None = None
+
+
+class Watched(Tree):
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+class Lone(Tree):
+    """None that has been an argument."""
+
+
+class Summed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, tree: Any) -> Tensor:
+        return self.of(tree).square().mean()
+
+    def of(self, tree: Any) -> Tensor:
+        return torch.tanh(self.layer(tree.x + sum(map(self.of, tree.children))))
+
+
+def test_trees_of_any_depth_are_arguments(one: DeviceMesh) -> None:
+    def tree(depth: int) -> Tree:
+        return Tree(torch.randn(3), *(tree(depth - 1) for _ in range(1 + depth % 2))) if depth else Tree(torch.randn(3))
+
+    torch.manual_seed(0)
+    plain = Summed()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for depth in (6, 2):
+        given = tree(depth)
+        losses = plain(given), parallel(given)
+        near(losses[1], losses[0], 1e-5, "loss")
+        [loss.backward() for loss in losses]
+        same_gradients(plain, parallel)
+
+
+def test_why_an_object_is_no_argument_is_told(one: DeviceMesh) -> None:
+    parallel = autopar.compile(Summed(), one)
+    child = Linked(torch.randn(3), [])
+    child.parent = Linked(torch.randn(3), [child])
+    told = {
+        r"it holds a Parented that leads to itself": Parented(torch.randn(3), Parented(torch.randn(3))),
+        r"an argument holds a Linked that leads to itself .*: pass it without that link": child.parent,
+        r"it holds a Watched, whose class has its own way to get or set": Lone(torch.randn(3), Watched(torch.randn(3))),
+        r"is a Watched, which .* \(its class has its own way to get or set": Watched(torch.randn(3)),
+    }
+    for match, given in told.items():
+        with pytest.raises(ValueError, match=match):
+            parallel(given)
+
+
+def test_namespaces_are_arguments_that_forward_may_write_to(one: DeviceMesh) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, batch: types.SimpleNamespace) -> types.SimpleNamespace:
+            batch.hidden = self.layer(batch.x) * batch.inner.scale
+            del batch.inner
+            return types.SimpleNamespace(loss=batch.hidden.square().mean())
+
+    plain = Reads()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for scale in (2.0, 2.0, 3.0):
+        x = torch.randn(2, 3)
+        batches = [types.SimpleNamespace(x=x, inner=types.SimpleNamespace(scale=scale)) for _ in range(2)]
+        found = [model(batch) for model, batch in zip((plain, parallel), batches, strict=True)]
+        assert all([*vars(batch)] == ["x", "hidden"] for batch in batches)
+        near(batches[1].hidden, batches[0].hidden, 1e-6, "hidden")
+        plain.zero_grad(), parallel.zero_grad()
+        [one.loss.backward() for one in found]
+        same_gradients(plain, parallel)
