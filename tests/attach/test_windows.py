@@ -191,7 +191,7 @@ REFUSED = {
     written_to: "writes in place to what it has read at a place that is a value",
     of_a_length: "needs a number out of a tensor at once",
     of_twice_as_many: "it needs the values of a tensor",
-    set_anew: "depends on values",
+    set_anew: r"depends? on values|needs the values of a tensor",
 }
 
 
