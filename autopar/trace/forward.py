@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._compat import FakeTensor, outside_modes, pytree
 from autopar.errors import TraceError
 from autopar.trace.ambient import inference_without_gradients
+from autopar.trace.assignments import assigning
 from autopar.trace.builtin import math_of_numbers
 from autopar.trace.calls import flatten_inputs, with_argument
 from autopar.trace.checked import checked
@@ -106,7 +107,7 @@ def watch_forward(
             watch.origins.are_arguments(arguments := flatten_inputs(args, kwargs)[0], reads.asked.arguments.values)
             had, parts = with_notes(now, noted), dict(model.named_modules())
             with (
-                watch, standing(numbers, modules), math_of_numbers(), rolling_by_numbers(),
+                watch, standing(numbers, modules), math_of_numbers(), rolling_by_numbers(), assigning(),
                 inference_without_gradients(), as_it_runs(reads.asked.arguments.tells),
             ):  # fmt: skip
                 returned = original(*args, **kwargs)

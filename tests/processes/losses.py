@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional
 
 import autopar
-from tests.processes.compare import same_gradients
+from tests.processes.compare import near, same_gradients
 from tests.processes.errors import refused
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST
+from tests.support.matching import Matched, batch
 
 CLASSES = 6
 Loss = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
@@ -179,3 +180,16 @@ def check_numbers_that_forward_takes_out(ranks: Ranks) -> None:
                 assert type(one) is float and math.isclose(one, other, rel_tol=1e-12), (axis, count, name, one, other)
         x[5, 2] = 10.0
         refused(autopar.CheckFailed, "assert .x < 9", lambda x=x, p=parallel: p(x))
+
+
+def check_matchings_of_predictions_with_targets(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    plain = Matched("tensors").double()
+    parallel = autopar.compile(copy.deepcopy(plain), autopar.init_mesh("cpu", data=ranks.count), hardware=FAST)
+    for sizes in ((2, 3, 1, 4), (7, 1, 2, 2)):
+        given = batch(sizes)
+        plain.zero_grad(), parallel.zero_grad()
+        losses = plain(*given), parallel(*given)
+        near(losses[1], losses[0], 1e-12, "loss")
+        [loss.backward() for loss in losses]
+        same_gradients(plain, parallel)
