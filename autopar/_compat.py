@@ -17,6 +17,7 @@ import torch.distributed._state_dict_utils as _state_dict_utils
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch._C._distributed_c10d import HashStore
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor, peek_interpreter_stack
+from torch._export.passes import replace_set_grad_with_hop_pass
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -125,6 +126,27 @@ def without_parametrization_cache() -> Iterator[None]:
         yield
     finally:
         parametrize._cache_enabled, parametrize._cache = before
+
+
+@contextlib.contextmanager
+def keeping_grad_modes() -> Iterator[None]:
+    """Inside, torch.export keeps a `no_grad` that stands in an autocast context: it looks for that at the head of each
+    part of the graph, where the autocast is begun anew (torch 2.11 to 2.13), and drops it elsewhere, silently.
+    """
+    original = replace_set_grad_with_hop_pass._is_set_grad_enabled_sub_mod
+
+    def is_one(node: torch.fx.Node, omit_if_same_with_ambient: bool = False) -> bool:
+        if node.op != "call_module":
+            return False
+        part: Any = getattr(node.graph.owning_module, str(node.target))
+        modes = [one.args[0] for one in part.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)]
+        return bool(modes) and not (omit_if_same_with_ambient and modes[0] == torch.is_grad_enabled())
+
+    replace_set_grad_with_hop_pass._is_set_grad_enabled_sub_mod = is_one
+    try:
+        yield
+    finally:
+        replace_set_grad_with_hop_pass._is_set_grad_enabled_sub_mod = original
 
 
 @contextlib.contextmanager
@@ -243,6 +265,7 @@ __all__ = [
     "is_in_backward",
     "is_transforming",
     "is_wanted",
+    "keeping_grad_modes",
     "keeps_graph",
     "named_dims",
     "outside_modes",

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autopar._compat import (
     FakeTensorMode,
     aot_export_joint_with_descriptors,
+    keeping_grad_modes,
     pytree,
     scripted_as_written,
     without_parametrization_cache,
@@ -309,7 +310,7 @@ def _exported(
         ):
             warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch reads it
-            with calling_forward(copy.model), leaving_modules():
+            with calling_forward(copy.model), leaving_modules(), keeping_grad_modes():
                 exported = torch.export.export(copy.model, *inputs.call(), strict=False)
         copy.reads.of(copy.originals)
         changed = copy.reads.changed(copy.originals)

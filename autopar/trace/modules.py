@@ -22,6 +22,7 @@ from autopar.trace.values import held_in, put_in
 
 # Attributes of parameters that are no user's: ours, and torch's.
 OWN = ("borrowed", "is_new", "_is_param", "_is_buffer", "_local_tensor", "_spec")
+MAY_BE_HELD = torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc  # layouts of buffers
 REGISTERED = ("_parameters", "_buffers", "_modules")  # where a module holds what is registered with it
 # What every module has; `training` alone says something about what forward computes.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -59,12 +60,13 @@ def _check_members(model: nn.Module) -> None:
 
 
 def check_tensors(model: nn.Module) -> None:
-    """Raises PlanMismatch for parameters and attributes that are no dense tensors, and nested buffers. Sparse buffers
-    may be there, as long as forward does not read them.
+    """Raises PlanMismatch for parameters and attributes that are no dense tensors, and buffers that are nested or in
+    blocks. Sparse buffers may be there, as long as forward does not read them.
     """
     for name, module in model.named_modules():
-        nested = {key: value for key, value in module._buffers.items() if value is not None and value.is_nested}
-        held = {**vars(module), **module._parameters, **nested}
+        buffers = {key: value for key, value in module._buffers.items() if value is not None}
+        refused = {key: value for key, value in buffers.items() if value.layout not in MAY_BE_HELD or value.is_nested}
+        held = {**vars(module), **module._parameters, **refused}
         for key, value in held.items():
             if isinstance(value, torch.Tensor):
                 check_dense(value, f"{name}.{key}".removeprefix(".") + " of the model")

@@ -69,6 +69,7 @@ def _left_open(name: str, given: Tensor, checks: Checks) -> Any:
     checks.arguments.is_lazy, tensor = True, given.detach()
     if name == "numpy":
         return None if given.requires_grad else Array(tensor, checks)  # torch says what to do
+    tensor = tensor.clone()  # it may be written to behind this
     return Number(tensor.reshape(()), checks) if name == "item" else _listed(tensor, checks)
 
 

@@ -41,11 +41,11 @@ def rolling_by_numbers() -> Iterator[None]:
     """Inside, `roll` takes numbers of each call; torch's own asks for the values before anybody sees that."""
     whole, of_tensors = torch.roll, torch.Tensor.roll
 
-    def roll(tensor: Tensor, shifts: Any, dims: Any = ()) -> Tensor:
+    def roll(input: Tensor, shifts: Any, dims: Any = ()) -> Tensor:  # by its names in torch
         listed = shifts if isinstance(shifts, (tuple, list)) else (shifts,)
         if any(isinstance(one, (Number, Tensor)) for one in listed):
-            return handle_torch_function(whole, (tensor,), tensor, shifts, dims)
-        return of_tensors(tensor, shifts, dims)
+            return handle_torch_function(whole, (input,), input, shifts, dims)
+        return of_tensors(input, shifts, dims)
 
     torch.roll, torch.Tensor.roll = roll, roll  # type: ignore[assignment]
     try:

@@ -161,3 +161,44 @@ def test_group_norm_takes_half_precision_beside_float32(one: DeviceMesh, affine:
     near(outputs[0].float(), outputs[1].float(), 4 * ROUNDING[torch.bfloat16], "output")
     for ours, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
         near(whole(ours.grad), theirs.grad, 8 * ROUNDING[torch.bfloat16], "gradient")
+
+
+class Held(nn.Module):
+    """Gradients are off for a part of what an autocast context, or its absence, stands around."""
+
+    def __init__(self, way: str, enabled: bool) -> None:
+        super().__init__()
+        self.linear, self.way, self.enabled = nn.Linear(6, 6), way, enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+            h = self.linear(x)
+            match self.way:
+                case "beside":
+                    with torch.no_grad():
+                        scale = h.exp().clamp(max=2.0)
+                    h = h * scale
+                case "in place":
+                    with torch.no_grad():
+                        h.clamp_(max=0.3)
+                case "data":
+                    h.data.mul_(2)
+                case _:
+                    with torch.no_grad():
+                        h = h + self.linear(x)
+                        with torch.enable_grad():
+                            h = h * self.linear(h)
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("way", ["beside", "in place", "data", "nested"])
+def test_gradients_are_off_within_a_context_where_they_are_off(one: DeviceMesh, way: str, enabled: bool) -> None:
+    torch.manual_seed(0)
+    plain = Held(way, enabled)
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    x = torch.randn(8, 6)
+    parallel(x).backward(), plain(x).backward()
+    within = 8 * ROUNDING[torch.bfloat16] if enabled else 1e-5
+    for ours, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+        near(whole(ours.grad), theirs.grad, within, way)

@@ -36,6 +36,15 @@ def of_numbers(model: Model, h: Tensor, x: Tensor) -> Any:
     return h.square().mean(), {"numbers": [*numbers], "of each": x.sum(0).tolist(), "of one": h.sum().tolist()}
 
 
+def taken_ahead_of_writes(model: Model, h: Tensor, x: Tensor) -> Any:
+    count, each, largest = (x > 0).sum(), (x > 0).sum(0), h.detach().abs().max()
+    n, listed, k = count.item(), each.tolist(), float(largest)
+    count += 1
+    each.mul_(2)
+    largest.add_(n)
+    return (h * largest + k).square().mean() * n, {"numbers": [n, k, *listed], "count": count, "each": each.sum()}
+
+
 def with_tensors(model: Model, h: Tensor, x: Tensor) -> Tensor:
     n, k = (x > 0).sum().item(), h.abs().max().item()
     h = torch.where(x < -1, h.clamp(max=k / 2).masked_fill(x > 1, k), n)
@@ -94,7 +103,8 @@ def trained(plain: Model, parallel: nn.Module, x: Tensor) -> tuple[list[Any], li
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
-    "does", [of_numbers, with_tensors, written, kept, given_to_functions, in_sums, of_pythons_functions]
+    "does",
+    [of_numbers, taken_ahead_of_writes, with_tensors, written, kept, given_to_functions, in_sums, of_pythons_functions],
 )
 def test_they_are_those_of_python(one: DeviceMesh, does: Callable[..., Any], dtype: torch.dtype) -> None:
     plain = Model(does, dtype)
