@@ -333,7 +333,8 @@ def call_of(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str
 def _caller(parallel: ParallelModule) -> Caller:
     state = parallel._autopar
     if state.caller is None:
-        state.caller = Caller(state.own_forward or state.model_class.forward.__get__(parallel))
+        forward = state.own_forward or state.model_class.forward.__get__(parallel)
+        state.caller = Caller(forward, (state.model_class, *map(type, parallel.modules())))
     return state.caller
 
 

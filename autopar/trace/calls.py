@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar._compat import pytree
+from autopar.trace.identity import asks_which
 from autopar.trace.modules import check_dense, check_tensors
 from autopar.trace.records import make_known, why_no_batch
 
@@ -46,10 +47,12 @@ class _Reading:
 
 class Caller:
     """Makes calls of one forward, whose signature is read once. `varying`: paths of numbers that differ from call to
-    call, which a program takes as tensors without dims; `wide`: whether those are of float64.
+    call, which a program takes as tensors without dims; `wide`: whether those are of float64. `kinds`: the classes of
+    its modules, which may ask whether two tensors are one.
     """
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], kinds: Iterable[type] = ()) -> None:
+        self._asks_which = asks_which(kinds)
         self._signature = _signature_of(forward)
         self._kinds = {name: parameter.kind for name, parameter in self._signature.parameters.items()}
         self._takes_rest = inspect.Parameter.VAR_POSITIONAL in self._kinds.values()
@@ -74,7 +77,7 @@ class Caller:
         shape = tuple(_key(one, f"[{place}]", reading) for place, one in enumerate(positional))
         shape += tuple((name, _key(named[name], f"['{name}']", reading)) for name in sorted(named))
         numbers = tuple((path, type(value), value) for path, value in reading.numbers.items())
-        key = (shape, numbers, *_same(reading.tensors))
+        key = (shape, numbers, *(_same(reading.tensors) if self._asks_which else ()))
         return Call(positional, named, key, tuple(reading.tensors), shape, reading.numbers, given=given)
 
     def by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -56,6 +56,7 @@ from autopar.trace.flat_inputs import FlatInputs, fake_inputs, fake_of, requirin
 from autopar.trace.forward import watch_forward
 from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.gradients import traced_with
+from autopar.trace.identity import asks_which
 from autopar.trace.independent import hangs_on_nothing, refuse_fakes
 from autopar.trace.installed import unsaved_as_attributes
 from autopar.trace.left import Left
@@ -211,7 +212,7 @@ def _captured(
     again = partial(_captured, args=args, kwargs=kwargs, every_tangent=every_tangent, loss_alone=loss_alone)
     further = setting.drawing.draws.among(with_counted(kwargs, model, setting.counted.places))
     leaves, spec = dense_inputs(model, args, further)
-    setting = replace(setting, same=same_in(leaves))
+    setting = replace(setting, same=same_in(leaves) if asks_which(map(type, model.modules())) else {})
     copy = _ready_to_trace(setting, kwargs.get("use_cache") is not False)
     inputs = fake_inputs(leaves, spec, setting.mode, setting.device, setting.precision)
     alone = partial(setting.run_by_itself, inputs, copy.reads.caches)

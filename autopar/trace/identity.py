@@ -1,9 +1,12 @@
-"""Forwards that tell by `is` whether two of their arguments are one (`if context is x`): in a trace they are two."""
+"""Forwards that tell by `is` whether two of their arguments are one (`if context is x`). In a trace those are two, so
+that one plan serves both kinds of calls (`model(ids, labels=ids)`), but where the model asks that.
+"""
 
 from __future__ import annotations
 
 import dis
 import functools
+import itertools
 from collections.abc import Iterable
 from types import CodeType
 from typing import Any
@@ -11,6 +14,9 @@ from typing import Any
 from autopar.errors import TraceError
 from autopar.trace.code import functions_of
 from autopar.trace.values import SCALARS, is_torchs
+
+OF_TENSORS = ("LOAD_FAST", "LOAD_DEREF", "BINARY_SUBSCR")  # what may give one, ahead of `is`
+BY_NAME = {"id", "is_"}
 
 
 @functools.cache
@@ -23,6 +29,21 @@ def _compared(code: CodeType) -> tuple[str, str, int] | None:
         if asks.opname == "IS_OP" and len(names) == 2 and names <= given and asks.positions is not None:
             return left.argval, right.argval, asks.positions.lineno or code.co_firstlineno
     return None
+
+
+def asks_which(kinds: Iterable[type]) -> bool:
+    """Whether a forward of these may ask of tensors which they are: by `is`, of local names and entries, or by `id`."""
+    forwards: Any = [kind.forward for kind in dict.fromkeys(kinds)]  # type: ignore[attr-defined]
+    codes = (one.__code__ for forward in forwards for one in functions_of(forward))
+    return any(_asks(code) for code in codes if not is_torchs(code.co_filename))
+
+
+@functools.cache
+def _asks(code: CodeType) -> bool:
+    found = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
+    if any(asks.opname == "IS_OP" and before.opname in OF_TENSORS for before, asks in itertools.pairwise(found)):
+        return True
+    return bool(BY_NAME & {*code.co_names}) or any(_asks(one) for one in code.co_consts if isinstance(one, CodeType))
 
 
 def refuse_one_for_two(kinds: Iterable[type], given: Iterable[Any]) -> None:

@@ -18,7 +18,7 @@ from tests.support.matching import Matched, batch
 ORIGINAL = linear_sum_assignment
 
 
-@pytest.mark.parametrize("way", ["tensors", "arrays", "most"])
+@pytest.mark.parametrize("way", ["tensors", *(pytest.param(way, marks=pytest.mark.slow) for way in ("arrays", "most"))])
 def test_matchings_are_those_of_each_call(one: DeviceMesh, way: str) -> None:
     torch.manual_seed(0)
     plain = Matched(way).double()

@@ -123,7 +123,7 @@ def same(form: Form, one: DeviceMesh, **settings: Any) -> None:
         same_gradients(parallel, plain)
 
 
-@pytest.mark.parametrize("form", quick_ones(FORMS, ("masked", "in_rows", "by_a_name", "added", "by_a_condition")))
+@pytest.mark.parametrize("form", quick_ones(FORMS, ("masked", "by_a_name", "added")))
 def test_what_data_is_set_to_is_read_and_gradients_go_on(form: str, one: DeviceMesh) -> None:
     same(FORMS[form], one)
 

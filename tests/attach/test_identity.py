@@ -57,6 +57,7 @@ def test_where_it_does_not_ask_it_is_as_two(one: DeviceMesh) -> None:
     x = torch.randn(6, 4)
     for given in ((x, x), (x, x.clone())):
         near(parallel(*given), plain(*given), 1e-6, "loss")
+    assert len(parallel._autopar.prepared()) == 1  # `model(ids, labels=ids)` has the plan of other labels
 
 
 class Each(nn.Module):
@@ -72,7 +73,9 @@ class Each(nn.Module):
         return sum(self.own(one).square().mean() for one in each.values()) * doubled
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"inputs": "local"}])
+@pytest.mark.parametrize(
+    "options", [{}, *(pytest.param(one, marks=pytest.mark.slow) for one in ({"micro_batches": 2}, {"inputs": "local"}))]
+)
 def test_tensors_in_containers_are_one_where_they_are(one: DeviceMesh, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     plain = Each().double()

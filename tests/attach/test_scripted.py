@@ -44,7 +44,7 @@ class Net(nn.Module):
         return self.last(gated(h, swish(h))).square().mean()
 
 
-@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("is_warm", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_parameters_ahead_of_them_have_gradients(one: DeviceMesh, is_warm: bool) -> None:
     torch.manual_seed(0)
     plain = Net().double()

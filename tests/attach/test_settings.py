@@ -245,17 +245,11 @@ def of_its_class(model: Any) -> int:
     return type(model).calls
 
 
-def put_into(model: Any) -> float:
-    model.settings.weight = model.linear.weight.sum()
-    return 1.0
-
-
 REFUSED: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "count .*, which is no attribute": (counted, lambda: None),
     "counts, which is no attribute": (counted_inside, lambda: None),
     "step .*, which is no attribute": (lambda _: schedule.counted(), lambda: None),
     "calls of the class Model": (of_its_class, lambda: None),
-    "what is in an object of class SimpleNamespace": (put_into, types.SimpleNamespace),
     r"self.settings \(count\)": (lambda model: next(model.settings), lambda: itertools.count(1)),
     r"self.settings \(Random: draw with torch\)": (lambda model: model.settings.random(), lambda: random.Random(3)),
     r"self.settings \(Generator: draw with": (lambda model: model.settings.random(), lambda: np.random.default_rng(3)),
