@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +77,7 @@ class Caller:
         shape = tuple(_key(one, f"[{place}]", reading) for place, one in enumerate(positional))
         shape += tuple((name, _key(named[name], f"['{name}']", reading)) for name in sorted(named))
         numbers = tuple((path, type(value), value) for path, value in reading.numbers.items())
-        key = (shape, numbers, *(_same(reading.tensors) if self._asks_which else ()))
+        key = (shape, numbers, first_places(reading.tensors) if self._asks_which else ())
         return Call(positional, named, key, tuple(reading.tensors), shape, reading.numbers, given=given)
 
     def by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -109,11 +109,10 @@ class Caller:
         return value
 
 
-def _same(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Of each tensor the place of the first that is the same one; nothing where all are others."""
+def first_places(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Of each tensor the place of the first that is the same one."""
     first = dict[int, int]()
-    places = tuple(first.setdefault(id(one), place) for place, one in enumerate(tensors))
-    return (places,) if len(first) < len(places) else ()
+    return tuple(first.setdefault(id(one), place) for place, one in enumerate(tensors))
 
 
 def _signature_of(forward: Callable[..., Any]) -> inspect.Signature:

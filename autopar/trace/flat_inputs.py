@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar._compat import FakeTensorMode, pytree
-from autopar.trace.calls import flatten_inputs
+from autopar.trace.calls import first_places, flatten_inputs
 from autopar.trace.counted import is_counted
 from autopar.trace.precision import compute_dtype
 
@@ -68,9 +68,10 @@ def requiring_grad(fakes: list[Any], leaves: Leaves) -> list[Any]:
 
 def same_in(leaves: Leaves) -> dict[str, str]:
     """Path of each tensor that a call passes again -> the path where it passes it first."""
-    first = dict[int, str]()
-    places = [(path, first.setdefault(id(leaf), path)) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return {path: there for path, there in places if path != there}
+    tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    paths = [*tensors]
+    firsts = [paths[place] for place in first_places(tensors.values())]
+    return {path: first for path, first in zip(paths, firsts, strict=True) if path != first}
 
 
 def as_given(

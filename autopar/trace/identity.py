@@ -7,7 +7,7 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -33,9 +33,7 @@ def _compared(code: CodeType) -> tuple[str, str, int] | None:
 
 def asks_which(kinds: Iterable[type]) -> bool:
     """Whether a forward of these may ask of tensors which they are: by `is`, of local names and entries, or by `id`."""
-    forwards: Any = [kind.forward for kind in dict.fromkeys(kinds)]  # type: ignore[attr-defined]
-    codes = (one.__code__ for forward in forwards for one in functions_of(forward))
-    return any(_asks(code) for code in codes if not is_torchs(code.co_filename))
+    return any(map(_asks, _codes_of(kinds)))
 
 
 @functools.cache
@@ -51,12 +49,19 @@ def refuse_one_for_two(kinds: Iterable[type], given: Iterable[Any]) -> None:
     ids = [id(one) for one in given if not isinstance(one, SCALARS)]
     if len({*ids}) == len(ids):
         return
-    for function in (one for kind in dict.fromkeys(kinds) for one in functions_of(kind.forward)):  # type: ignore[attr-defined]
-        code = function.__code__
-        if is_torchs(code.co_filename) or (found := _compared(code)) is None:
+    for code in _codes_of(kinds):
+        if (found := _compared(code)) is None:
             continue
         left, right, line = found
         raise TraceError(
             f"forward asks whether {left} is {right} at {code.co_filename}:{line}, and this call passes one thing "
             "under two names, which are two in a trace: have forward take None, or a flag, where they are one"
         )
+
+
+def _codes_of(kinds: Iterable[type]) -> Iterator[CodeType]:
+    """Of the users' forwards of these."""
+    for kind in dict.fromkeys(kinds):
+        for function in functions_of(kind.forward):  # type: ignore[attr-defined]
+            if not is_torchs(function.__code__.co_filename):
+                yield function.__code__

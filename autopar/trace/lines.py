@@ -174,8 +174,8 @@ def naming_the_line(
     inputs: str, by_itself: Callable[[], object], written: Collection[tuple[str, str]]
 ) -> Iterator[None]:
     """Whatever fails within is a TraceError that names the line of the model, and the inputs if they are to blame:
-    if `by_itself`, which calls the model with them, fails alike. `written`: (module, name) of
-    the attributes that forward has set until then.
+    if `by_itself`, which calls the model with them, fails alike. `written`: (module, name) of the attributes that
+    forward has set until then.
     """
     try:
         yield

@@ -21,7 +21,6 @@ from autopar.trace.asked import on_cpu
 from autopar.trace.beside import Beside
 from autopar.trace.formulas import Place
 from autopar.trace.lines import line_here
-from autopar.trace.modules import sparse_buffers
 from autopar.trace.numpys import is_array
 from autopar.trace.origins import PURE, tensors_in, writes_in_place
 from autopar.trace.rows import ELEMENTWISE
@@ -268,10 +267,9 @@ class Literals:
 
 def small_buffers(model: nn.Module) -> dict[str, Tensor]:
     """What is in the buffers of a few elements, on the CPU; but for those that are no plain tensors, or on meta."""
-    sparse = sparse_buffers(model)
     return {
         name: buffer.detach().cpu().clone()
         for name, buffer in model.named_buffers(remove_duplicate=False)
         if type(buffer) is Tensor and buffer.numel() <= MOST_OF_BUFFER and buffer.device.type in ("cpu", "cuda")
-        if name not in sparse
+        if buffer.layout is torch.strided
     }

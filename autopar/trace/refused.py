@@ -22,9 +22,8 @@ ABOUT = (*(one.__get__ for one in LOOKS), torch.Tensor.size, torch.Tensor.dim, t
 
 def refuse_sparse(func: Any, taken: Sequence[tuple[str, torch.layout]]) -> None:
     """Raises TraceError for what looks into these buffers: name and layout."""
-    if func in ABOUT or is_torchs(caller(2)):
-        return
-    for name, layout in taken:
+    if taken and func not in ABOUT and not is_torchs(caller(2)):
+        name, layout = taken[0]
         raise TraceError(
             f"forward reads the buffer {name}{line_here()}, whose layout is {name_of_layout(layout)}, and a program "
             "computes with dense tensors: register it dense (.to_dense())"

@@ -71,11 +71,11 @@ class Windows:
             return
         found: Sum | None = None
         if name in SUMS and len(args) == 2 and all(map(_is_number, args)):
-            found = _sum([(self._sum(one), sign) for one, sign in zip(args, SUMS[name], strict=True)])
+            found = _added([(self._sum(one), sign) for one, sign in zip(args, SUMS[name], strict=True)])
         elif name in TIMES and type(args[1]) is int:
-            found = _sum([(self._sum(args[0]), args[1])])
+            found = _added([(self._sum(args[0]), args[1])])
         elif name in ("neg", "__neg__"):
-            found = _sum([(self._sum(args[0]), -1)])
+            found = _added([(self._sum(args[0]), -1)])
         elif name in SAME and _is_place(args[0]):
             found = self._sum(args[0])
         elif name == "__getitem__" and type(args[1]) is int:
@@ -102,14 +102,14 @@ class Windows:
 
     def _rolled(self, tensor: Tensor, shifts: Any, dims: Any = ()) -> Callable[[], Tensor] | None:
         """`tensor.roll(shifts, dims)`: without dims all elements move, as if they lay in one."""
-        listed = [[*one] if isinstance(one, (tuple, list)) else [one] for one in (shifts, dims)]
-        hidden = [self._hidden(one) for one in listed[0]]
+        shifts, dims = ([*one] if isinstance(one, (tuple, list)) else [one] for one in (shifts, dims))
+        hidden = [self._hidden(one) for one in shifts]
         if not any(one is not None for one in hidden):
             return None
 
         def made() -> Tensor:
-            result = tensor if listed[1] else tensor.flatten()
-            for shift, place, dim in zip(listed[0], hidden, listed[1] or [0], strict=True):
+            result = tensor if dims else tensor.flatten()
+            for shift, place, dim in zip(shifts, hidden, dims or [0], strict=True):
                 if place is None:
                     result = result.roll(shift, dim)
                 else:
@@ -157,7 +157,7 @@ class Windows:
         if ends[0] is None or ends[1] is None or part.step not in (None, 1):
             return None
         begin, end = (self._sum(_as_kept(one)) for one in (part.start, part.stop))
-        far = _sum([(end, 1), (begin, -1)])
+        far = _added([(end, 1), (begin, -1)])
         length = far.pop(CONSTANT, 0)
         return (ends[0], length) if not far and length > 0 else None
 
@@ -213,7 +213,7 @@ class Windows:
         tensor[grid] = value
 
 
-def _sum(parts: Sequence[tuple[Sum, int]]) -> Sum:
+def _added(parts: Sequence[tuple[Sum, int]]) -> Sum:
     """Of multiples of sums, without terms that are none."""
     found: Sum = {}
     for one, times in parts:

@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-from tests.processes.compare import near, same_gradients
+from tests.processes.compare import both_backward, same_gradients
 from tests.support.matching import Matched, batch
 
 ORIGINAL = linear_sum_assignment
@@ -26,9 +26,7 @@ def test_matchings_are_those_of_each_call(one: DeviceMesh, way: str) -> None:
     for sizes in ((2, 3), (2, 3), (2, 3), (7, 1)):  # more targets than queries, too
         given = batch(sizes)
         plain.zero_grad(), parallel.zero_grad()
-        losses = plain(*given), parallel(*given)
-        near(losses[1], losses[0], 1e-12, "loss")
-        [loss.backward() for loss in losses]
+        both_backward(plain, parallel, *given, within=1e-12)
         same_gradients(parallel, plain)
     assert len(parallel._autopar.prepared()) == 2
     assert linear_sum_assignment is ORIGINAL and scipy.optimize.linear_sum_assignment is ORIGINAL

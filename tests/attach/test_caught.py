@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
 from autopar import TraceError
-from tests.processes.compare import near, same_gradients
+from tests.processes.compare import both_backward, same_gradients
 
 
 class Early(Exception):
@@ -80,12 +80,8 @@ def test_they_leave_modules_and_are_caught(one: DeviceMesh, form: Callable[[Net,
     parallel = autopar.compile(copy.deepcopy(plain), one)
     for rows in (3, 4):
         x = torch.randn(rows, 6).double()
-        losses = list[Tensor]()
-        for model in (plain, parallel):
-            model.zero_grad()
-            losses.append(model(x))
-            losses[-1].backward()
-        near(losses[1], losses[0], 1e-12, "loss")
+        plain.zero_grad(), parallel.zero_grad()
+        both_backward(plain, parallel, x, within=1e-12)
         same_gradients(plain, parallel)
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 import autopar
 from autopar import TraceError
 from autopar.errors import CheckFailed
-from tests.processes.compare import near, same_gradients
+from tests.processes.compare import both_backward, same_gradients
 
 WIDTH, EXPERTS = 6, 4
 Loop = Callable[["Layer", Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -64,12 +64,8 @@ def counted(layer: Layer, x: Tensor, hit: Tensor, mask: Tensor, scores: Tensor) 
 
 def steps_alike(plain: Layer, parallel: nn.Module, rows: int) -> None:
     x = torch.randn(rows, WIDTH, dtype=torch.float64)
-    losses = list[Tensor]()
-    for model in (plain, parallel):
-        model.zero_grad()
-        losses.append(model(x, torch.tensor(0)))
-        losses[-1].backward()
-    near(losses[1], losses[0], 1e-12, "loss")
+    plain.zero_grad(), parallel.zero_grad()
+    both_backward(plain, parallel, x, torch.tensor(0), within=1e-12)
     same_gradients(plain, parallel)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar
 from autopar.errors import PlanMismatch, TraceError
 from autopar.trace import capture
-from tests.processes.compare import near, same_gradients
+from tests.processes.compare import both_backward, near, same_gradients
 
 
 class Net(nn.Module):
@@ -218,9 +218,7 @@ def test_trees_of_any_depth_are_arguments(one: DeviceMesh) -> None:
     parallel = autopar.compile(copy.deepcopy(plain), one)
     for depth in (6, 2):
         given = tree(depth)
-        losses = plain(given), parallel(given)
-        near(losses[1], losses[0], 1e-5, "loss")
-        [loss.backward() for loss in losses]
+        both_backward(plain, parallel, given)
         same_gradients(plain, parallel)
 
 

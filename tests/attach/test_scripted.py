@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-from tests.processes.compare import near, same_gradients
+from tests.processes.compare import both_backward, same_gradients
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -54,9 +54,7 @@ def test_parameters_ahead_of_them_have_gradients(one: DeviceMesh, is_warm: bool)
     for rows in (3, 3, 5, 4):
         x = torch.randn(rows, 4).double()
         plain.zero_grad(), parallel.zero_grad()
-        losses = parallel(x), plain(x)
-        near(*losses, 1e-12, "loss")
-        [loss.backward() for loss in losses]
+        both_backward(plain, parallel, x, within=1e-12)
         assert plain.first.weight.grad is not None and plain.first.weight.grad.any()
         same_gradients(parallel, plain)
 

@@ -65,10 +65,10 @@ def near(ours: Tensor, wanted: Tensor, relative: float, what: str, least: float 
     assert off <= relative * size + least, f"{what} is off by {off:.3g}, its largest entry is {size:.3g}"
 
 
-def both_backward(plain: nn.Module, parallel: nn.Module, *args: Tensor) -> None:
+def both_backward(plain: nn.Module, parallel: nn.Module, *args: Any, within: float = LOSS) -> None:
     """Losses of one call are near, and backward of both has run."""
     ours, wanted = parallel(*args), plain(*args)
-    near(ours, wanted, LOSS, "loss")
+    near(ours, wanted, within, "loss")
     ours.backward()
     wanted.backward()
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional
 
 import autopar
-from tests.processes.compare import near, same_gradients
+from tests.processes.compare import both_backward, same_gradients
 from tests.processes.errors import refused
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST
@@ -189,7 +189,5 @@ def check_matchings_of_predictions_with_targets(ranks: Ranks) -> None:
     for sizes in ((2, 3, 1, 4), (7, 1, 2, 2)):
         given = batch(sizes)
         plain.zero_grad(), parallel.zero_grad()
-        losses = plain(*given), parallel(*given)
-        near(losses[1], losses[0], 1e-12, "loss")
-        [loss.backward() for loss in losses]
+        both_backward(plain, parallel, *given, within=1e-12)
         same_gradients(plain, parallel)
