@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopar._compat import pytree
 from autopar.trace.identity import asks_which
 from autopar.trace.modules import check_dense, check_tensors
-from autopar.trace.records import make_known, why_no_batch
+from autopar.trace.records import both_by_key, has_both, make_known, why_no_batch
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 NUMBERS = (int, float)
@@ -149,6 +149,9 @@ def _key(value: Any, path: str, reading: _Reading) -> Hashable:
         return type(value)
     if isinstance(value, PLAIN):
         return type(value), value
+    if has_both(value):
+        pairs, context = both_by_key(value)
+        return type(value), context, tuple(_key(part, path + pytree.keystr((key,)), reading) for key, part in pairs)
     if isinstance(value, Mapping):
         return type(value), tuple((key, _key(value[key], f"{path}[{key!r}]", reading)) for key in value)
     if isinstance(value, (list, tuple)):

@@ -34,8 +34,8 @@ def make_known(value: Any, above: tuple[Any, ...] = ()) -> None:
         _register(type(value))
     if isinstance(value, dict) and is_batch(value):
         _register(type(value))
-    if isinstance(value, OrderedDict) and is_dataclass(value):
-        _keep_order(type(value))
+    if has_both(value):
+        _keep_both(type(value))
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
@@ -106,6 +106,11 @@ def is_record(value: Any) -> bool:
 def is_frozen(value: Any) -> bool:
     """Whether it is an object of a dataclass that nothing can be set in."""
     return is_record(value) and type(value).__dataclass_params__.frozen
+
+
+def has_both(value: Any) -> bool:
+    """Whether it is a dict that is a dataclass, as transformers' outputs are: with entries and attributes."""
+    return isinstance(value, OrderedDict) and is_dataclass(value)
 
 
 def is_state(value: Any) -> bool:
@@ -190,21 +195,43 @@ def _register(kind: type[Any]) -> None:
     )  # fmt: skip
 
 
-def _keep_order(kind: type[Any]) -> None:
-    """Let transformers' outputs (dataclasses that are dicts) have their entries in the order in which those were set:
-    put together by the class itself, they have that of its fields, and flatten to other leaves.
+def _keep_both(kind: type[Any]) -> None:
+    """Let transformers' outputs (dataclasses that are dicts) be taken apart by entries and attributes, and have them
+    again as they were: put together by the class itself, entries have the order of its fields, and an attribute that
+    was set to None, or beside the entries, is what the entry is.
     """
     known = pytree.SUPPORTED_NODES.get(kind)
-    if known is not None and getattr(known.unflatten_fn, "func", None) is not _in_order:
-        pytree.SUPPORTED_NODES[kind] = known._replace(unflatten_fn=partial(_in_order, known.unflatten_fn))
+    if known is not None and known.flatten_fn is not _both:
+        put = partial(_with_both, kind)
+        pytree.SUPPORTED_NODES[kind] = known._replace(
+            flatten_fn=_both, unflatten_fn=put, flatten_with_keys_fn=both_by_key
+        )
 
 
-def _in_order(put_together: Callable[..., Any], parts: Iterable[Any], names: Iterable[Any]) -> Any:
-    made = put_together(parts := [*parts], names)
-    for name, part in zip(names, parts, strict=True):
-        if name not in made:
-            OrderedDict.__setitem__(made, name, part)
-        OrderedDict.move_to_end(made, name)
+def _both(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    entries, held = dict(OrderedDict.items(value)), vars(value)
+    twice = tuple(name for name in held if name in entries and entries[name] is held[name])
+    beside = {name: part for name, part in held.items() if name not in twice}
+    fixed = tuple((name, part) for name, part in beside.items() if isinstance(part, SCALARS))
+    own = {name: part for name, part in beside.items() if not isinstance(part, SCALARS)}
+    return [*entries.values(), *own.values()], (tuple(entries), twice, tuple(own), fixed)
+
+
+def both_by_key(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    """Its entries, and what its attributes have beside them, each with its key; and what is the same of alike ones."""
+    parts, context = _both(value)
+    keys = [*map(pytree.MappingKey, context[0]), *map(pytree.GetAttrKey, context[2])]
+    return [*zip(keys, parts, strict=True)], context
+
+
+def _with_both(kind: type[Any], parts: Iterable[Any], context: tuple[Any, ...]) -> Any:
+    keys, twice, own, fixed = context
+    values, made = [*parts], kind.__new__(kind)
+    entries = dict(zip(keys, values[: len(keys)], strict=True))
+    for key, part in entries.items():
+        OrderedDict.__setitem__(made, key, part)
+    at_entries = ((name, entries[name]) for name in twice)
+    vars(made).update((*at_entries, *zip(own, values[len(keys) :], strict=True), *fixed))
     return made
 
 

@@ -218,3 +218,40 @@ def test_outputs_of_transformers_have_their_entries_in_the_order_in_which_they_w
             for name in wanted:
                 near(ours[name], wanted[name], 1e-6, name)
                 near(getattr(ours, name), wanted[name], 1e-6, name)
+
+
+class Beside(nn.Module):
+    """Has attributes that are not its entries: none, one that was entered without, and a name that is no field's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+
+    def forward(self, given: CausalLMOutput) -> CausalLMOutput:
+        made = CausalLMOutput(logits=self.inner(given["logits"]), attentions=(given["more"],))
+        if given.hidden_states is not None:
+            made["loss"] = self.inner(given.hidden_states).square().mean()
+        made.logits = None
+        del made.attentions
+        made["more"] = 3 * given.more
+        return made
+
+
+def test_outputs_of_transformers_have_attributes_beside_their_entries(one: DeviceMesh) -> None:
+    plain = Beside()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for step in range(4):
+        found: list[Any] = []
+        for model in (parallel, plain):
+            torch.manual_seed(step)
+            given = CausalLMOutput(logits=torch.randn(3, 8))
+            given["more"] = torch.randn(2)
+            if step % 2:  # as attribute alone, and the same tensor as an entry is
+                vars(given)["hidden_states"] = given.logits if step == 1 else torch.randn(5, 8)
+            found.append(model(given))
+        ours, wanted = found
+        assert [*ours] == [*wanted] and vars(ours).keys() == vars(wanted).keys()
+        assert ours.logits is None and ours.attentions is None and ours.more is ours["more"]
+        assert ("loss" in ours) == bool(step % 2)
+        for name in wanted.keys() - {"attentions"}:
+            near(ours[name], wanted[name], 1e-6, name)
