@@ -160,6 +160,8 @@ def _assemble_outputs(
             made = whole_when_read(value, shape, layout, state.mesh, state.device_mesh, averages=is_local)
             if is_local and made is value:
                 step.of_all_ranks.add(result.target)
+        if place in prepared.own_leaves:
+            made = made.detach().requires_grad_()
         leaves[place] = made.item() if place in numbers else made.detach().cpu().numpy() if place in arrays else made
         if made.requires_grad and result.target in prepared.graph.leads_to:
             step.handed.append((result.target, weakref.ref(made), hooks_of(made)))

@@ -56,7 +56,8 @@ class Prepared:
     `drawn`: what it takes from Python's and numpy's generators. `told`: in
     words. `given`: leaves of what forward gives that lie where a tensor of the call (its place) or a buffer does.
     `asked`: what forward asks its arguments, and of which of the tensors of a call, by path. `changed`: leaves that are
-    what it has made of an argument in place, and of which tensor of a call. `has_trained`: whether a call with
+    what it has made of an argument in place, and of which tensor of a call. `own_leaves`: likewise, that require grad, and
+    of which nothing does that the program gives gradients of. `has_trained`: whether a call with
     gradients ran it.
     """
 
@@ -89,6 +90,7 @@ class Prepared:
     asked: Asked
     asks: Mapping[str, int]
     changed: Mapping[int, int]
+    own_leaves: frozenset[int]
     has_trained: bool = False
 
     def __post_init__(self) -> None:

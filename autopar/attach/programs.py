@@ -338,7 +338,6 @@ def _prepared(
     whole = [slots[node.target] for node in graph.nodes if node.op == "parameter" or node.target in written]
     tensors = (*call.tensors, *captured.reads.counting.tensors(modules), *captured.reads.draws.examples)
     sets = [(place, _setting(place, captured.reads)) for place in captured.reads.written]
-    guards = guards_of(captured.reads, parallel)
     hooked = hooks.hooked(parallel)
     tied = {**slots, **buffers}
     buffers |= {name: slots[name] for name in written}
@@ -356,7 +355,7 @@ def _prepared(
         {name: value.to(state.device_mesh.device_type) for name, value in captured.constants.items()},
         captured.out_spec,
         captured.output_constants,
-        guards,
+        guards_of(captured.reads, parallel),
         [((tensors, name), tensors[name].requires_grad) for tensors, name in whole],
         [(tied[name], tied[first]) for name, first in aliases(parallel).items()],
         [tensors[name] for tensors, name in whole],
@@ -376,6 +375,7 @@ def _prepared(
         captured.reads.asked.settled(state.asked),
         {path: at for path in captured.reads.asked.paths if (at := places[path]) < len(call.tensors)},
         changed,
+        captured.own_leaves if key.gradients else frozenset(),
     )
 
 

@@ -55,7 +55,7 @@ from autopar.trace.fakes import fake_copy
 from autopar.trace.flat_inputs import FlatInputs, fake_inputs, fake_of, requiring_grad, same_in
 from autopar.trace.forward import watch_forward
 from autopar.trace.functions import functions_kept, with_functions
-from autopar.trace.gradients import traced_with
+from autopar.trace.gradients import traced_with, without_own_leaves
 from autopar.trace.identity import asks_which
 from autopar.trace.independent import hangs_on_nothing, refuse_fakes
 from autopar.trace.installed import unsaved_as_attributes
@@ -94,6 +94,7 @@ class Captured:
     `without_tangent`: outputs (by index) that have a gradient in the model and none in the joint graph, as nobody is
     expected to use it. `reads`: what the model's code saw besides tensors. `notes`: what a user should know. `synced`:
     names of the modules that are a SyncBatchNorm. `device_type`: what the program will run on.
+    `own_leaves`: outputs (by index) that require grad and lead to no parameter or input.
     """
 
     joint: torch.fx.GraphModule
@@ -107,6 +108,7 @@ class Captured:
     notes: tuple[str, ...] = ()
     synced: frozenset[str] = frozenset()
     device_type: str = "cpu"
+    own_leaves: frozenset[int] = frozenset()
 
 
 def _fake_mode() -> FakeTensorMode:
@@ -246,6 +248,7 @@ def _captured(
         fakes = _spell_out_casts(setting, inner, inputs)
         if not stack.enter_context(traced_with(functions)):
             keep_attention(inner)
+        own_leaves = without_own_leaves(inner, functions)
         beside = outputs_settled(inner, exported, every_tangent, loss_alone)
         keep_apart(inner)
         if device_type == "cpu":
@@ -262,7 +265,7 @@ def _captured(
     return Captured(
         joint.graph_module, joint.out_spec, tuple(leaves), constants_of(joint.graph_module),
         plain_outputs(joint.graph_module), aliases(model), frozenset(beside.without_tangent), copy.reads,
-        tuple(copy.notes), synced(model), device_type,
+        tuple(copy.notes), synced(model), device_type, frozenset(own_leaves),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar._compat import is_transforming
 from autopar.errors import TraceError
+from autopar.trace.apart import pass_outputs
 from autopar.trace.functions import applied
 from autopar.trace.lines import line_here
 
@@ -63,19 +64,55 @@ class Gradients:
 
 @dataclass
 class _Requiring:
-    """What lets a tensor be a leaf that has a gradient, or none, from there on. `is_asked`: forward takes gradients."""
+    """What lets a tensor be a leaf that has a gradient, or none, from there on. `made`: these, as the exported module
+    runs.
+    """
 
     gradient: bool
-    is_asked: bool = False
+    made: list[Tensor] = field(default_factory=list[Tensor])
     is_in_place = True
 
     def shapes(self, tensors: list[Tensor]) -> list[Tensor]:
         return [torch.empty_like(one) for one in tensors]
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
-        there = (one.requires_grad == self.gradient or not self.is_asked for one in tensors)
-        pairs = zip(tensors, there, strict=True)
-        return [one if is_so else one.detach().requires_grad_(self.gradient) for one, is_so in pairs]
+        is_so = (one.requires_grad == self.gradient for one in tensors)
+        pairs = zip(tensors, is_so, strict=True)
+        self.made = [one if is_so else one.detach().requires_grad_(self.gradient) for one, is_so in pairs]
+        return self.made
+
+
+def without_own_leaves(module: torch.fx.GraphModule, applications: Iterable[Any]) -> set[int]:
+    """Let outputs of an exported module whose gradient leads to nothing but leaves that forward has made (a loss of no
+    part, begun as `torch.zeros((), requires_grad=True)`) have none: a program gives gradients of parameters and inputs.
+    Their places are put into what is returned, as the module runs.
+    """
+    leaves, found = [one for one in applications if isinstance(one, _Requiring) and one.gradient], set[int]()
+
+    def see(values: list[Any]) -> list[Any]:
+        own = {id(tensor) for one in leaves for tensor in one.made}
+        trains = {place: one for place, one in enumerate(values) if isinstance(one, Tensor) and one.requires_grad}
+        found.update(place for place, one in trains.items() if set(map(id, _leaves_of(one))) <= own)
+        return [one.detach() if place in found else one for place, one in enumerate(values)]
+
+    if leaves:
+        pass_outputs(module, see)
+    return found
+
+
+def _leaves_of(tensor: Tensor) -> list[Any]:
+    """The leaves that its gradient leads to; for those of the module itself (AOTAutograd's) the node where it ends."""
+    if tensor.grad_fn is None:
+        return [tensor]
+    seen, leaves, ahead = {tensor.grad_fn}, list[Any](), [tensor.grad_fn]
+    while ahead:
+        one: Any = ahead.pop()
+        new = {before for before, _ in one.next_functions if before is not None} - seen
+        if not one.next_functions:
+            leaves.append(getattr(one, "variable", one))
+        seen |= new
+        ahead += new
+    return leaves
 
 
 @contextlib.contextmanager
@@ -98,14 +135,11 @@ class Taken:
 
     def __init__(self) -> None:
         self.made: dict[int, tuple[Tensor, list[Tensor]]] = {}  # id of a gradient -> that, and what it is made of
-        self.leaves = list[_Requiring]()
-        self.is_asked = False
 
     def let_require(self, tensor: Tensor, gradient: bool) -> Tensor:
         """Note that `requires_grad` of a tensor is set here."""
         _refuse_transforms()
-        self.leaves.append(_Requiring(gradient, self.is_asked))
-        return applied(self.leaves[-1], [tensor])[0]
+        return applied(_Requiring(gradient), [tensor])[0]
 
     def made_by(self, result: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         """The same, of what a function of torch has made (`torch.zeros(3, requires_grad=True)`)."""
@@ -131,9 +165,6 @@ class Taken:
                 f"forward takes gradients of a batch{line_here()} (is_grads_batched), which is not built: take one "
                 "after the other, or of the sum"
             )
-        self.is_asked = True
-        for leaf in self.leaves:
-            leaf.is_asked = True
         of, by = _several(outputs), _several(inputs)
         given = [None] * len(of) if grad_outputs is None else _several(grad_outputs)
         for one, gradient in zip(of, given, strict=True):

@@ -198,3 +198,36 @@ class Asks(nn.Module):
 def test_what_cannot_be_taken_is_refused(way: str, told: str, one: DeviceMesh) -> None:
     with pytest.raises(TraceError, match=told):
         autopar.compile(Asks(way), one)(torch.randn(6, 2))
+
+
+class Begun(nn.Module):
+    """Losses that begin as a constant with a gradient of its own, and that a batch may add nothing to."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.inner = way, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = torch.tensor(0.5, requires_grad=True) if self.way == "told" else torch.full((), 0.5).requires_grad_()
+        count = 0
+        for row in x:
+            if row.sum() > 0:
+                loss, count = loss + self.inner(row).square().mean(), count + 1
+        return (loss / max(count, 1) if self.way == "divided" else loss), x.detach() * loss.detach()
+
+
+@pytest.mark.parametrize("way", ["told", "asked", "divided"])
+def test_a_loss_of_no_part_goes_backward_and_gives_no_parameter_a_gradient(way: str, one: DeviceMesh) -> None:
+    plain = Begun(way)
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for signs in (torch.ones(3, 1), -torch.ones(3, 1), torch.tensor([[1.0], [-1.0], [1.0]]), -torch.ones(3, 1)):
+        x = torch.rand(3, 4) * signs
+        for model in (plain, parallel):
+            model.zero_grad()
+            loss, beside = model(x)
+            loss.backward()
+            assert (model.inner.weight.grad is None) == bool((signs < 0).all()) and not beside.requires_grad
+        near(parallel(x)[0], plain(x)[0], 1e-6, "loss")
+        same_gradients(plain, parallel)
+    with torch.no_grad():
+        assert not parallel(-torch.rand(3, 4))[0].requires_grad
