@@ -56,8 +56,8 @@ class Prepared:
     `drawn`: what it takes from Python's and numpy's generators. `told`: in
     words. `given`: leaves of what forward gives that lie where a tensor of the call (its place) or a buffer does.
     `asked`: what forward asks its arguments, and of which of the tensors of a call, by path. `changed`: leaves that are
-    what it has made of an argument in place, and of which tensor of a call. `own_leaves`: likewise, that require grad, and
-    of which nothing does that the program gives gradients of. `has_trained`: whether a call with
+    what it has made of an argument in place, and of which tensor of a call. `own_leaves`: likewise, that require grad,
+    and lead to no parameter or input. `has_trained`: whether a call with
     gradients ran it.
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import types
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
