@@ -219,7 +219,7 @@ def _captured(
     inputs = fake_inputs(leaves, spec, setting.mode, setting.device, setting.precision)
     alone = partial(setting.run_by_itself, inputs, copy.reads.caches)
     with (
-        _ONE_AT_A_TIME, without_torchs_log(), naming_the_line(shown(leaves), alone, copy.reads.written),
+        _ONE_AT_A_TIME, without_torchs_log(), naming_the_line(shown(leaves), alone, copy.reads.ahead),
         ExitStack() as stack, naming_autocast(device_type, setting.under_its_autocast),
         without_parametrization_cache(), one_tf32_setting(), scripted_as_written(),
     ):  # fmt: skip

@@ -46,10 +46,14 @@ class Copied:
                     f"{list(lay[0])} to {list(one.shape)}, and a program does not: have it make a view "
                     "(unsqueeze, t), or clone the argument first"
                 )
-        now = {path for path, one in self.tensors.items() if one._version != self.had[path][0]}
+        now = self.written()
         if now != self.paths:
             raise ArgumentsChanged(now)
         return {path: self.tensors[path] for path in sorted(now)}
+
+    def written(self) -> set[str]:
+        """The arguments, by path, that were written to until now."""
+        return {path for path, one in self.tensors.items() if one._version != self.had[path][0]}
 
     def fails(self, error: Exception) -> None:
         """Forward raises this. Raises ArgumentsChanged where it would not with copies of more."""

@@ -133,7 +133,7 @@ class Checks:
             self._there[id(result)] = result, (name, args[1]) in SOME, self._counts[id(args[0])]
         if name in ("sum", "count_nonzero") and len(args) == 1 and not kwargs and args[0].dtype == torch.bool:
             self._counts[id(result)] = Count(result, self.origins.rows(args[0]), False)
-        elif name in ("detach", "reshape", "to", "long", "int") and id(args[0]) in self._counts:
+        elif name in ("detach", "clone", "reshape", "to", "long", "int") and id(args[0]) in self._counts:
             self._counts[id(result)] = replace(self._counts[id(args[0])], number=result)
         if name in EXPECTED:
             self._expected[id(result)] = result, EXPECTED[name]

@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -80,7 +80,7 @@ BY_FUNC = (
 CHOOSE = "A program does not: compute both and choose by torch.where, or loop as often as Python says."
 DRAWN = "Make a tensor of an array that numpy draws by torch.from_numpy, and of what else is drawn by torch.tensor."
 RESIZED = "Make it in the size that it has then: x.new_empty(sizes), torch.empty(sizes)."
-LOST = "forward raises {}{}, with {}, which a script that catches it would not have: return a flag, and all of that"
+LOST = "A script that catches it would not have {}: raise it ahead of that, or return a flag and all of that."
 GROUPED = "torch traces grouped_mm of bfloat16 alone: cast both operands there, or multiply one group after the other."
 ADVICE = (
     (re.compile("cache_utils|(Dynamic|Static|EncoderDecoder)Cache"), CACHE),
@@ -170,12 +170,9 @@ def without_torchs_log() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming_the_line(
-    inputs: str, by_itself: Callable[[], object], written: Collection[tuple[str, str]]
-) -> Iterator[None]:
+def naming_the_line(inputs: str, by_itself: Callable[[], object], ahead: Sequence[str]) -> Iterator[None]:
     """Whatever fails within is a TraceError that names the line of the model, and the inputs if they are to blame:
-    if `by_itself`, which calls the model with them, fails alike. `written`: (module, name) of the attributes that
-    forward has set until then.
+    if `by_itself`, which calls the model with them, fails alike. `ahead`: what forward has set until then.
     """
     try:
         yield
@@ -198,11 +195,10 @@ def naming_the_line(
             found = {OBJECT: CLASS, VALUES: OPERATOR}[advice].search(told) if advice in (OBJECT, VALUES) else None
             what = f"{line}: {OWN_WORDS[advice]}{f' ({found[1]})' if found else ''}."
         if not advice and (alone := _error_of(by_itself)) is not None and type(alone) is type(error):
-            given = f"{inputs}{',' * bool(line)}"
-            is_own = type(error).__module__.partition(".")[0] not in ("builtins", "torch")
-            if is_own and (lost := _lost(error, [name for _, name in written])):
-                raise TraceError(LOST.format(type(error).__name__, line, lost)) from error
-            raise _as_raised(error, f"the model does not run with its inputs, {given}{what} {NO_RUN}") from error
+            told = f"the model does not run with its inputs, {inputs}{',' * bool(line)}{what}"
+            if _is_raised_by_user(error) and (lost := _lost(error, ahead)):
+                raise TraceError(f"{told} {LOST.format(lost)}") from error
+            raise _as_raised(error, f"{told} {NO_RUN}") from error
         if not advice:
             it_runs = IT_RUNS + (": rewrite that line." if line else NO_LINE)
             advice = it_runs if alone is None else BY_ITSELF
@@ -222,11 +218,19 @@ def _as_raised(error: Exception, told: str) -> TraceError:
     return made
 
 
+def _is_raised_by_user(error: Exception) -> bool:
+    """Whether it is of a class, or raised by code, that is neither torch's nor Python's."""
+    is_own = type(error).__module__.partition(".")[0] not in ("builtins", "torch")
+    return is_own or not is_torchs(traceback.extract_tb(error.__traceback__)[-1].filename)
+
+
 def _lost(error: Exception, names: Sequence[str]) -> str:
     """What whoever catches an error of the user's own would not have of what forward has done until then, in words."""
     held = [*error.args, *vars(error).values()]
-    tensors = "a tensor in it" if any(isinstance(one, Tensor) for one in held) else ""
-    return " and ".join(filter(None, (tensors, ", ".join(names) and f"{', '.join(names)} set ahead of it")))
+    tensors = "the tensor in it" if any(isinstance(one, Tensor) for one in held) else ""
+    return " and ".join(
+        filter(None, (tensors, ", ".join(names) and f"what forward sets ahead of it ({', '.join(names)})"))
+    )
 
 
 def _error_of(call: Callable[[], object]) -> Exception | None:

@@ -170,7 +170,7 @@ def returning(
         kwargs.pop(TANGENTS, None)
         args, kwargs, theirs = with_copies(args, kwargs, changed)
         before, given = hung_on(modules), given_in(args, kwargs)
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), _versions(model)
         had = {path: dict(vars(module)) for path, module in modules.items()}
         reads.is_open = True
         try:
@@ -178,6 +178,8 @@ def returning(
             make_known(outputs)
         except Exception as error:
             theirs.fails(error)
+            reads.ahead += [*(name for _, name in reads.written), *(f"argument {path}" for path in theirs.written())]
+            reads.ahead += sorted(name for name, was in _versions(model).items() if buffers.get(name) != was)
             with contextlib.suppress(TraceError):
                 reads.left.take(modules)  # a script may go on with what it keeps
             raise
@@ -202,6 +204,11 @@ def returning(
     if derivatives:
         returned.__signature__ = with_argument(forward, TANGENTS)  # type: ignore[attr-defined]
     model.forward = returned
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """What tells a buffer from what it is once it was written to."""
+    return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
 
 
 def _kept(reads: Reads, modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:

@@ -80,7 +80,7 @@ class Reads:
     forward sets them to tensors of other shapes, or with a gradient that goes on. `outside`: tensors that are none of
     the trace, held so that no other has their ids, by which guards know them. `keys`: by which the model's code asks
     dicts; None: by any. `asked`: what forward asks its arguments; `draws`: what it draws outside of torch.
-    `modules`: which it sets, and the line.
+    `modules`: which it sets, and the line. `ahead`: what it has set ahead of an error, by name.
     """
 
     is_open: bool = False  # while forward runs, and not what torch does around it
@@ -101,6 +101,7 @@ class Reads:
     asked: Asked = field(default_factory=Asked)
     draws: Draws = field(default_factory=Draws)
     modules: dict[str, str] = field(default_factory=dict[str, str])
+    ahead: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
         self.inside.sees = self.left.see
