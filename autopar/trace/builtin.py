@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
@@ -17,7 +18,9 @@ from autopar.trace.extremes import IS_BEFORE, extreme, may_be_left_open
 from autopar.trace.formulas import Counted, computed, made_by
 from autopar.trace.gathered import Gathered
 from autopar.trace.lines import line_here
-from autopar.trace.numbers import TOO_LARGE, Number
+from autopar.trace.masked import Picked
+from autopar.trace.numbers import TOO_LARGE, Array, Number
+from autopar.trace.standing import Ahead, Listed
 
 BY_METHODS = ("floor", "ceil", "trunc")  # of numbers
 _AS_TORCH = """
@@ -27,6 +30,8 @@ _AS_TORCH = """
 # Functions of `math` that torch has for tensors: name -> what that is called there.
 AS_TORCH = {name: name for name in _AS_TORCH.split()} | {"fabs": "abs", "degrees": "rad2deg", "radians": "deg2rad"}
 NOT_IN_DOMAIN = "forward gives math.{} a number{} for which Python raises ValueError or OverflowError there"
+
+STOOD_FOR: dict[type, type] = {Picked: Tensor, Ahead: Tensor, Listed: list, Array: np.ndarray}  # without a trace
 
 
 @contextlib.contextmanager
@@ -80,6 +85,8 @@ class _StandsFor:
             of = args[0]
             if isinstance(of, Tensor) and self._kind is not type and of.numel() == 1:
                 of = of.item()  # which says what is in a buffer that is counted
+            if self._kind is type and (kind := STOOD_FOR.get(type(of))) is not None:
+                return kind
             if type(of) is Counted:
                 return self._of_counted(of)
             if type(of) is Number:
@@ -151,7 +158,9 @@ def _picking(python: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_one(value: Any, kinds: Any) -> bool:
-    """`isinstance`, of numbers of each call too."""
+    """`isinstance`, of what stands for something, and of numbers of each call too."""
+    if (kind := STOOD_FOR.get(type(value))) is not None:
+        return issubclass(kind, kinds)
     return isinstance(value.like if type(value) is Number else value, kinds)
 
 
@@ -187,6 +196,7 @@ def types_of_counted(
         return length(held) if are_there else len(held)
 
     stand_in = {**STAND_IN, "len": of}
+    asking = [*asking, (vars(torch), {"isinstance"})]  # of `torch.is_tensor`
     wanted, compared = dict[tuple[int, str], dict[str, Any]](), set[tuple[int, str]]()
     for names, asked in asking:
         wanted |= {(id(names), name): names for name in asked & stand_in.keys() - names.keys()}
