@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopar._compat import FakeTensorMode, pytree
+from autopar._compat import FakeTensor, FakeTensorMode, pytree
 from autopar.errors import TraceError
 from autopar.trace.ahead import INSTEAD
 from autopar.trace.asked import Asked
@@ -182,6 +182,8 @@ def _from_numpy(function: Callable[..., Any], array: Any) -> Any:
     """`torch.from_numpy`, of what is drawn too; of others by a function that is seen, and does the same."""
     if type(array) is Drawn:
         return array.shared()
+    if isinstance(array, FakeTensor):  # stands for an array that scipy gives (`autopar.trace.assignments`)
+        return array
     return torch.as_tensor(array) if is_array(array) else function(array)
 
 

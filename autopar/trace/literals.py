@@ -24,6 +24,7 @@ from autopar.trace.lines import line_here
 from autopar.trace.numpys import is_array
 from autopar.trace.origins import PURE, tensors_in, writes_in_place
 from autopar.trace.rows import ELEMENTWISE
+from autopar.trace.sharing import storage_of
 from autopar.trace.values import SCALARS
 
 MOST, MOST_OF_BUFFER = 2**18, 64  # elements
@@ -198,8 +199,10 @@ class Literals:
             written = tensors_in((args[:1], kwargs.get("out")))
             self.may_be_written(written, line_here)
             is_followed = name.strip("_").removeprefix("i" * name.startswith("__i")) in FOLLOWED | WRITES
-            if is_followed and self._are_known(args, kwargs) and not self._buffers_in((args, kwargs)):
+            if is_followed and self._are_known(args, kwargs) and not self._lying_with(written) & self._names.keys():
                 self._run(func, args, kwargs)  # looks at the same memory are looks at the same memory there
+                origins = self._origins_of((args, kwargs))
+                self._made_of |= {one: self._made_of[one] | origins for one in self._lying_with(written)}
             else:
                 self._forget(written)
         elif name in LIKE and args and isinstance(args[0], Tensor) and self._are_known(args[1:], kwargs):
@@ -224,17 +227,23 @@ class Literals:
             del self._known[one], self._made_of[one]
 
     def may_be_written(self, written: list[Tensor], line: Callable[[], str] = str) -> None:
-        """Raises TraceError where that is a buffer, or made of one, that was asked. `line`: which writes; looked up
+        """Raises TraceError where that lies in a buffer that was asked. `line`: which writes; looked up
         only then, as most writes are to others.
         """
-        self._beside.written |= {self._names[one] for one in self._buffers_in(written) if one in self._names}
-        for buffer in self._buffers_in(written) & self._asked.keys():
+        buffers = self._lying_with(written) & self._names.keys()
+        self._beside.written |= {self._names[one] for one in buffers}
+        for buffer in buffers & self._asked.keys():
             self._beside.found |= {self._names[one] for one in self._asked if one in self._names}
             raise TraceError(
                 f"forward asks for what is in a buffer{self._asked[buffer]}, and changes it{line()}, and a "
                 "program has one answer: count outside of forward and pass the number as an argument, or leave it a "
                 "tensor (places in a queue: ptr + torch.arange(n))"
             )
+
+    def _lying_with(self, tensors: list[Tensor]) -> set[int]:
+        """The known tensors, by id, that lie in the memory of some of these."""
+        storages = {storage_of(self._known[id(one)][1]) for one in tensors if id(one) in self._known}
+        return {one for one, (_, real) in self._known.items() if storage_of(real) in storages} if storages else set()
 
     def _keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = tensors_in(result)

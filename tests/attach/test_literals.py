@@ -287,3 +287,34 @@ def stops(x: Tensor) -> Tensor:
 def test_allclose_is_a_question_as_others_are(one: DeviceMesh) -> None:
     plain = Model(stops)
     both_backward(plain, autopar.compile(copy.deepcopy(plain), one), torch.randn(5, 4, dtype=torch.float64))
+
+
+class Points(nn.Module):
+    """Makes points in time of what is in a buffer, and writes to these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4).double()
+        self.register_buffer("times", torch.linspace(0, 1, 4).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        start, end = self.times[0], self.times[-1]
+        points = torch.arange(0, torch.ceil((end - start) / 0.3 + 1).item()).double() * 0.3 + start
+        points[-1] = end
+        last = torch.zeros(1).double()
+        for step in points[1:] - points[:-1]:
+            x = x + step * self.inner(x)
+        last[0] = self.times[-1]
+        return x.square().mean() * (2 if last > 0.9 else 1)
+
+
+def test_what_is_made_of_a_buffer_that_was_asked_may_be_written_to(one: DeviceMesh) -> None:
+    plain = Points()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        both_backward(plain, parallel, torch.randn(5, 4, dtype=torch.float64))
+    with torch.no_grad():
+        parallel.times.mul_(0.5)  # as many points, and another answer behind them
+    with pytest.raises(CheckFailed, match="a buffer that forward asks at .* is another one"):
+        parallel(torch.randn(5, 4, dtype=torch.float64))

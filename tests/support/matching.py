@@ -36,7 +36,8 @@ class Matched(nn.Module):
             costs = (costs - scores.softmax(-1).flatten(0, 1)[:, torch.cat(labels)]).view(len(x), QUERIES, -1).cpu()
             parts = costs.split([len(one) for one in boxes], -1)
             made = [self.pairs(part[image]) for image, part in enumerate(parts)]
-            pairs = [tuple(torch.as_tensor(one, dtype=torch.int64) for one in pair) for pair in made]
+            taken = torch.from_numpy if self.way == "most" else torch.as_tensor
+            pairs = [tuple(taken(one).long() for one in pair) for pair in made]
         image = torch.cat([torch.full_like(query, place) for place, (query, _) in enumerate(pairs)])
         query = torch.cat([query for query, _ in pairs])
         wanted = torch.full(scores.shape[:2], CLASSES)
