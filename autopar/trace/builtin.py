@@ -196,7 +196,7 @@ def types_of_counted(
         return length(held) if are_there else len(held)
 
     stand_in = {**STAND_IN, "len": of}
-    asking = [*asking, (vars(torch), {"isinstance"})]  # of `torch.is_tensor`
+    asking = [*asking, (torch.is_tensor.__globals__, {"isinstance"})]
     wanted, compared = dict[tuple[int, str], dict[str, Any]](), set[tuple[int, str]]()
     for names, asked in asking:
         wanted |= {(id(names), name): names for name in asked & stand_in.keys() - names.keys()}

@@ -91,6 +91,7 @@ class Converted:
         self.free = set[int | None]()  # memory of parameters, buffers and what is made of these alone
         self.held = frozenset[int | None]()  # of parameters and buffers themselves
         self.places: dict[int, Tensor] = {}  # by id: of turns of loops, and what is computed of these alone
+        self._rows: dict[int | None, tuple[Tensor, list[Branch]]] = {}  # by memory: of picked rows, and where made
         self._is_own = False  # what is computed now
         self._given: list[tuple[Tensor, int, Tensor]] = []  # to a function: its version, and what it stands for
 
@@ -110,6 +111,15 @@ class Converted:
                 made.mask = rows.mask & self._of_all(branch)
             rows = made
         return rows
+
+    def sees_rows(self, dense: Tensor, here: list[Branch]) -> None:
+        """That what rows are picked from is there, in these branches."""
+        self._rows.setdefault(memory_of(dense), (dense, here))
+
+    def are_fresh(self, dense: Tensor, here: Sequence[Branch]) -> bool:
+        """Whether these rows were made in all of these branches."""
+        _, made_in = self._rows[memory_of(dense)]
+        return all(any(one is other for other in made_in) for one in here)
 
     def truth(self, asked: Tensor) -> Tensor:
         """Whether that is true, as one."""

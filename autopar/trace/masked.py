@@ -35,6 +35,7 @@ from autopar.trace.indices import (
 )
 from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins
+from autopar.trace.picked_writes import GIVEN, as_new, in_place, name_of, write
 from autopar.trace.places import is_mask, refused
 from autopar.trace.reshaped import beside, of_each_row, of_runs, product, reshaped
 from autopar.trace.rows import ALONG, CATS, ELEMENTWISE, LOSSES, OF_A_BATCH, OPERATORS, ROWWISE
@@ -70,6 +71,8 @@ class Picked:
         # Of the dim `place` of the mask, which `nonzero` gave, where they are made of these; and one for each dim.
         self.places: Tensor | None = None
         self.place, self.columns = 0, tuple[Picked, ...]()
+        branches = origins.checks.branches
+        branches.tensors.sees_rows(dense, branches.here())
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -278,13 +281,18 @@ def _pick(tensor: Tensor, mask: Tensor, origins: Origins) -> Picked:
 
 def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`func` of picked rows. Raises TraceError for what is not done row by row."""
-    name = _name_of(func)
+    name = name_of(func)
     every = _all_picked((args, kwargs))
     checks = every[0].origins.checks
-    branches = checks.branches
+    branches, plain, rows = checks.branches, in_place(func, kwargs), args[0] if args else None
     with checks, branches.of_rows(name, args, kwargs) as (args, kwargs):
-        made = _applied(func, name, every, args, kwargs)
-    return branches.given(made)
+        if plain is None:
+            return branches.given(_applied(func, name, every, args, kwargs))
+        if not isinstance(rows, Picked):
+            raise refused(f"{name} in place")
+        if name in GIVEN:
+            return branches.given(write(rows, *GIVEN[name](rows, *args[1:]), name))
+        return branches.given(write(rows, rows, _applied(plain, name, every, *as_new(rows, args, kwargs)), name))
 
 
 def _applied(func: Any, name: str, every: list[Picked], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -333,21 +341,12 @@ def _applied(func: Any, name: str, every: list[Picked], args: Sequence[Any], kwa
 
 
 def _dropped(input: Picked, p: float = 0.5, training: bool = True, inplace: bool = False) -> Picked:
-    if inplace:
-        raise refused("dropout in place")
     if training and p and DRAWN not in input.origins.checks.notes:
         input.origins.checks.notes.append(DRAWN)
     return input.like(functional.dropout(input.dense, p, training))
 
 
 OF_ROWS = {"dropout": _dropped, "pad": padded, "expand": expanded, "bincount": counts}
-
-
-def _name_of(func: Any) -> str:
-    told = getattr(func, "__name__", str(func))
-    if told.endswith("_") and not told.endswith("__"):
-        raise refused(f"{told} in place")
-    return told.removeprefix("linalg_").strip("_")
 
 
 def _all_picked(values: Any) -> list[Picked]:

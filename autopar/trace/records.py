@@ -226,7 +226,8 @@ def both_by_key(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
 
 def _with_both(kind: type[Any], parts: Iterable[Any], context: tuple[Any, ...]) -> Any:
     keys, twice, own, fixed = context
-    values, made = [*parts], kind.__new__(kind)
+    values: list[Any] = [*parts]
+    made: Any = OrderedDict.__new__(kind)
     entries = dict(zip(keys, values[: len(keys)], strict=True))
     for key, part in entries.items():
         OrderedDict.__setitem__(made, key, part)

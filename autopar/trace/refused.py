@@ -58,7 +58,9 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], of_param
             "decomposition counts what stands behind): compute that loss of what the parallel module gives"
         )
     if func == DATA.__set__:
+        of_first = "; where the first batch initialises them, call the plain model once before it is compiled"
         raise TraceError(
-            f"forward sets .data of a tensor{line_here()}, which a program does not do: assign the new tensor to "
-            "the attribute (self.name = new), or change parameters outside of forward"
+            f"forward sets .data of a {'parameter' if of_parameter else 'tensor'}{line_here()}, which a program does "
+            "not do: assign the new tensor to the attribute (self.name = new), or change parameters outside of forward"
+            f"{of_first * of_parameter}"
         )

@@ -47,7 +47,7 @@ def of_each_row(rows: Picked, index: Any) -> Picked:
     """The same part of each row, or the rows that a further mask picks from them."""
     if isinstance(index, type(rows)) and index.dtype == torch.bool and not index.row:
         rows.origins.hold(index)
-        return type(rows)(rows.dense, rows.mask & index.dense, ("and", rows.key, id(index)), rows.origins)
+        return type(rows)(rows.dense.clone(), rows.mask & index.dense, ("and", rows.key, id(index)), rows.origins)
     head, *rest = index if isinstance(index, tuple) else (index,)
     if rows.columns and head == slice(None) and len(rest) == 1 and type(rest[0]) is int:
         return rows.columns[rest[0]]

@@ -11,7 +11,7 @@ _ELEMENTWISE = """
 """
 _OPERATORS = """
     add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow neg abs invert and or xor eq ne lt le gt ge
-    matmul getitem pos
+    matmul getitem pos iadd isub imul itruediv ifloordiv imod ipow iand ior ixor
 """
 _LOSSES = """
     mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div

@@ -316,5 +316,5 @@ def test_what_is_made_of_a_buffer_that_was_asked_may_be_written_to(one: DeviceMe
         both_backward(plain, parallel, torch.randn(5, 4, dtype=torch.float64))
     with torch.no_grad():
         parallel.times.mul_(0.5)  # as many points, and another answer behind them
-    with pytest.raises(CheckFailed, match="a buffer that forward asks at .* is another one"):
+    with pytest.raises(CheckFailed, match=r"a buffer that forward asks at .* is another one"):
         parallel(torch.randn(5, 4, dtype=torch.float64))

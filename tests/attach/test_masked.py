@@ -303,7 +303,7 @@ REFUSED: dict[str, tuple[Form, str]] = {
     "stacked in front": (lambda z, y, t: torch.stack([z[y > 1]] * 2).sum(), "stacking them in front"),
     "cat beside others": (lambda z, y, t: torch.cat([z[y > 1], t[y > 2]], 1).sum(), "other rows beside"),
     "other rows beside": (lambda z, y, t: (z[y > 1] + torch.ones(3, 5)).sum(), "other rows"),
-    "in place": (lambda z, y, t: z[y > 1].mul_(2).sum(), "mul_ in place"),
+    "in place": (lambda z, y, t: z[y > 1].uniform_().sum(), "uniform_ in place"),
     "places of others": (lambda z, y, t: z[(y > 1).nonzero()[:, 0].sort()[0]].sum(), "sort of such rows"),
     "whether there are": (lambda z, y, t: z[y > 1].sum() if z[y > 1].size(0) > 0 else z.sum(), "depends on values"),
     "packed": (
