@@ -96,6 +96,7 @@ class Prepared:
     def __post_init__(self) -> None:
         tensors = [*self.held, *(slot[name] for slot, name in self.buffers.values())]
         self._noted = [(tensor, snapshot(noted)) for tensor in tensors if (noted := noted_on(tensor))]  # by users
+        self._lacking = [(*name.rpartition(".")[::2], attribute) for name, attribute in self.asked.lacking]
 
     @property
     def graph(self) -> Graph:
@@ -147,6 +148,9 @@ class Prepared:
             self.held[number] = now
         if any(snapshot(noted_on(tensor)) != was for tensor, was in self._noted):
             return "what is noted on a parameter or buffer is something else"
+        tensors = ((getattr(self.modules.get(path), leaf, None), told) for path, leaf, told in self._lacking)
+        if any(hasattr(tensor, attribute) for tensor, attribute in tensors):
+            return "something is noted on a parameter or buffer, for which forward asks"
         for (tensors, name), shape in self._shapes:
             if (now := tensors.get(name)) is None or now.shape != shape:
                 return f"buffer {name} {'is not there' if now is None else 'has another shape'}"

@@ -97,7 +97,8 @@ class Asked:
     it, what that is given, and which of what it gives. `answers`: number -> what it is, the line that asks, and the
     numbers of all that it is made of, in order; `of_draws`: likewise of what is made of arguments and of what is drawn
     outside of torch; `given`: likewise of what functions there are given, which is another one in each call
-    (`autopar.trace.drawn`).
+    (`autopar.trace.drawn`). `lacking`: parameters and buffers by name, and attributes that they are asked for and do
+    not have.
     """
 
     arguments: Arguments = field(default_factory=Arguments)
@@ -108,6 +109,7 @@ class Asked:
     given: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     of_draws: dict[int, tuple[Any, str, list[int]]] = field(default_factory=dict[int, tuple[Any, str, list[int]]])
     notes: list[str] = field(default_factory=list[str])
+    lacking: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
 
     def answer(self, number: int) -> Any:
         """What is in that value, as Python has it; None where it is not made of arguments alone."""
@@ -183,7 +185,7 @@ class Asked:
         """What is needed to ask again, by numbers which values that are made alike have in all programs of a module, so
         that a call computes each once. `numbers`: those that there are.
         """
-        made = Asked(Arguments(at_once=self.arguments.at_once))
+        made = Asked(Arguments(at_once=self.arguments.at_once), lacking=self.lacking)
         known = dict[int, int]()
         for number in sorted(self._needed()):
             if number in self.makings:

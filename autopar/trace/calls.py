@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.trace.identity import asks_which
-from autopar.trace.modules import check_dense, check_tensors
+from autopar.trace.modules import check_dense, check_tensors, noted_on
 from autopar.trace.records import both_by_key, has_both, make_known, why_no_batch
+from autopar.trace.values import SCALARS
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 NUMBERS = (int, float)
@@ -143,7 +144,12 @@ def _key(value: Any, path: str, reading: _Reading) -> Hashable:
     if isinstance(value, Tensor):
         check_dense(value, f"argument {path}")
         reading.tensors.append(value)
-        return (value.shape, value.dtype, "trains") if value.requires_grad else (value.shape, value.dtype)
+        trains = ("trains",) if value.requires_grad else ()
+        notes = noted_on(
+            value
+        ).items()  # forward may ask for them (`autopar.trace.tensor_notes`)
+        told = ((name, repr(note) if isinstance(note, SCALARS) else type(note)) for name, note in notes)
+        return value.shape, value.dtype, *trains, *told
     if isinstance(value, NUMBERS) and not isinstance(value, bool):
         reading.numbers[path] = value
         return type(value)

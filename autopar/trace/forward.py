@@ -33,7 +33,7 @@ from autopar.trace.eager import as_it_runs
 from autopar.trace.encoders import as_torchs_encoders
 from autopar.trace.flat_inputs import as_given
 from autopar.trace.gradients import WITHOUT_GRADIENT, Taken
-from autopar.trace.independent import refuse_attributes, refuse_modules, with_notes
+from autopar.trace.independent import refuse_modules
 from autopar.trace.indices import inside
 from autopar.trace.lines import caller, line_here
 from autopar.trace.literals import Literals
@@ -51,6 +51,7 @@ from autopar.trace.sharing import seen
 from autopar.trace.sized import counted_now, of_values, takes_sizes, with_sizes
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
 from autopar.trace.taken import taken_out, takes_out
+from autopar.trace.tensor_notes import as_noted
 from autopar.trace.values import is_torchs
 from autopar.trace.windows import Windows, rolling_by_numbers
 from autopar.trace.written_out import copied, with_condition, with_limits, written_out
@@ -105,14 +106,13 @@ def watch_forward(
             reads.draws.begin(further, watch.checks)
             watch.registered |= set(map(id, tensors_in([*numbers.values()])))  # whose memory may be written to, too
             watch.origins.are_arguments(arguments := flatten_inputs(args, kwargs)[0], reads.asked.arguments.values)
-            had, parts = with_notes(now, noted), dict(model.named_modules())
             with (
                 watch, standing(numbers, modules), math_of_numbers(), rolling_by_numbers(), assigning(),
                 inference_without_gradients(), as_it_runs(reads.asked.arguments.tells),
+                as_noted(now, noted, arguments, reads.asked),
             ):  # fmt: skip
                 returned = original(*args, **kwargs)
-                refuse_attributes(now, had)
-                refuse_modules(parts, dict(model.named_modules()), reads.modules)
+                refuse_modules(modules, dict(model.named_modules()), reads.modules)
                 watch.checks.branches.sees()
                 watch.reads_at.check(vars(returned)), watch.arrays.check()
                 now_there = registered(model)

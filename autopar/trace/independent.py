@@ -17,7 +17,7 @@ from autopar.trace.formulas import Place
 from autopar.trace.left import Left
 from autopar.trace.lists import Asking
 from autopar.trace.lookups import Of
-from autopar.trace.modules import HOOKS, OF_EVERY_MODULE, REGISTERED, noted_on
+from autopar.trace.modules import HOOKS, OF_EVERY_MODULE, REGISTERED
 from autopar.trace.numbers import Number
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import Reads, refuse
@@ -103,27 +103,6 @@ def refuse_fakes(model: nn.Module, reads: Reads, originals: Collection[int]) -> 
             "forward, or a hook, keeps a tensor where a compiled step cannot write to: keep it in a dict, in a list, "
             "or as an attribute of a module or of an object of a class without __slots__"
         )
-
-
-def with_notes(tensors: Mapping[str, Tensor], noted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Put on these what the user has put on those for which they stand; what each has then."""
-    for name, tensor in tensors.items():
-        vars(tensor).update(noted[name])
-    return {name: dict(vars(tensor)) for name, tensor in tensors.items()}
-
-
-def refuse_attributes(tensors: Mapping[str, Tensor], had: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise TraceError where a parameter or buffer has another attribute than it had, or a traced tensor as one."""
-    for name, tensor in tensors.items():
-        for attribute, value in [*vars(tensor).items()]:
-            is_tensor = isinstance(value, (Tensor, Number))
-            is_new = attribute not in had[name] or (not is_tensor and had[name][attribute] != value)
-            if is_new and (is_tensor or attribute in noted_on(tensor)):
-                what = "keeps a tensor as" if is_tensor else "sets"
-                raise TraceError(
-                    f"forward, or a hook, {what} {name}.{attribute}, on a parameter or a buffer, where a "
-                    "compiled step does not write to: keep it as an attribute of the module"
-                )
 
 
 def refuse_modules(had: Mapping[str, nn.Module], there: Mapping[str, nn.Module], lines: Mapping[str, str]) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
+from autopar import TraceError
 from tests.processes.compare import near
 
 
@@ -58,3 +60,38 @@ def with_notes(model: nn.Module, of: nn.Module) -> nn.Module:
     for name, parameter in model.named_parameters():
         vars(parameter).update(vars(of.get_parameter(name)))
     return model
+
+
+class Asking(nn.Module):
+    """Goes on by what is noted on a parameter, a buffer and an argument, if anything is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = 2 if hasattr(self.inner.weight, "is_doubled") else 1
+        made = self.inner(x) * times + getattr(self.shift, "_more", 0)
+        return (made * getattr(x, "weight", 1.0)).square().sum()
+
+
+def test_what_is_noted_behind_the_first_call_is_seen(one: DeviceMesh) -> None:
+    plain, x = Asking(), torch.randn(3, 4)
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for step in range(5):
+        given = x.clone()
+        for model in (plain, parallel):
+            match step:
+                case 1:
+                    model.inner.weight.is_doubled = True
+                case 2:
+                    model.shift._more = 3
+                case _:
+                    pass
+        if step in (0, 3):
+            given.weight = 1 + step / 2
+        torch.testing.assert_close(parallel(given), plain(given))
+    given.weight = torch.randn(4)
+    with pytest.raises(TraceError, match=r"asks for \.weight of its argument \['x'\] at .*, which is no number"):
+        parallel(given)
