@@ -21,7 +21,7 @@ from autopar.trace.changed import with_copies
 from autopar.trace.checks import Check
 from autopar.trace.closures import with_parts
 from autopar.trace.code import CODE
-from autopar.trace.counted import called
+from autopar.trace.counted import Counting, called
 from autopar.trace.derivatives import TANGENTS, Derivative, gradients_of
 from autopar.trace.drawn_arrays import refuse_kept
 from autopar.trace.formulas import Counted, with_plain_keys
@@ -196,7 +196,8 @@ def returning(
         outputs = pytree.tree_map(
             lambda leaf: leaf, with_plain_keys(outputs)
         )  # they may be what is written to, which is undone now
-        made = _with_tensors(Returned(outputs, kept, reads.left.take(modules), theirs.changed(), in_arguments))
+        made = Returned(outputs, kept, reads.left.take(modules), theirs.changed(), in_arguments)
+        made = _with_tensors(_known(made, reads.counting))
         if not derivatives:
             return made
         return Returned(gradients_of(model, derivatives, made, arguments), {}, [])
@@ -254,6 +255,15 @@ def _refuse_parameters(before: Mapping[str, nn.Parameter], model: nn.Module, rea
 def _keeps(value: Any) -> bool:
     """Whether it is an object of the user's that holds tensors of the trace."""
     return not isinstance(value, (nn.Module, *CODE)) and holds_fakes([value])
+
+
+def _known(returned: Returned, counting: Counting) -> Returned:
+    """The same with numbers of Python in the place of counted ones, which each call knows without the program."""
+    leaves, spec = pytree.tree_flatten(returned)
+    counting.returned = {place: one.formula.number for place, one in enumerate(leaves) if type(one) is Counted}
+    if not counting.returned:
+        return returned
+    return pytree.tree_unflatten([one.now if type(one) is Counted else one for one in leaves], spec)
 
 
 def _with_tensors(returned: Returned) -> Returned:

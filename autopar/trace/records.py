@@ -184,6 +184,15 @@ def put_together(kind: type[Any], parts: Iterable[Any], context: tuple[Iterable[
     return made
 
 
+def _sized(sizes: Iterable[Any], _: Any) -> Any:
+    """Sizes stay `torch.Size`, of which torch makes tuples; one with tensors in it is none."""
+    made = tuple(sizes)
+    return torch.Size(made) if all(isinstance(size, (int, torch.SymInt)) for size in made) else made
+
+
+pytree.SUPPORTED_NODES[torch.Size] = pytree.SUPPORTED_NODES[torch.Size]._replace(unflatten_fn=_sized)
+
+
 def _register(kind: type[Any]) -> None:
     if kind in pytree.SUPPORTED_NODES:
         return

@@ -369,3 +369,28 @@ def test_a_gradient_goes_back_through_states_that_the_first_call_makes(one: Devi
             losses[-1].backward()
         near(losses[0], losses[1], 1e-5, "loss")
         same_gradients(plain, parallel)
+
+
+class Telling(nn.Module):
+    """Gives and keeps what only Python makes of numbers that it counts, and where it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls, self.tau, self.seen = nn.Linear(4, 4), 0, 1.0, {}
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        self.calls, self.tau = self.calls + 1, self.tau * 0.9
+        self.seen = {"shape": x.shape, "tau": round(self.tau, 3)}
+        told = {"tau": round(self.tau, 2), "of": [self.calls ^ 3, x.shape[:1]]}
+        return self.inner(x).mean() / self.tau, told
+
+
+def test_what_python_makes_of_counted_numbers_is_given_by_one_program(one: DeviceMesh) -> None:
+    plain, x = Telling(), torch.randn(3, 4)
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for _ in range(4):
+        (ours, told), (wanted, wanted_told) = parallel(x), plain(x)
+        torch.testing.assert_close(ours, wanted)
+        assert told == wanted_told and parallel.seen == plain.seen
+        assert type(told["tau"]) is float and type(parallel.seen["shape"]) is type(told["of"][1]) is torch.Size
+    assert len(parallel._autopar.prepared()) == 1
