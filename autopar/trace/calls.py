@@ -145,9 +145,7 @@ def _key(value: Any, path: str, reading: _Reading) -> Hashable:
         check_dense(value, f"argument {path}")
         reading.tensors.append(value)
         trains = ("trains",) if value.requires_grad else ()
-        notes = noted_on(
-            value
-        ).items()  # forward may ask for them (`autopar.trace.tensor_notes`)
+        notes = noted_on(value).items()  # forward may ask for them (`autopar.trace.tensor_notes`)
         told = ((name, repr(note) if isinstance(note, SCALARS) else type(note)) for name, note in notes)
         return value.shape, value.dtype, *trains, *told
     if isinstance(value, NUMBERS) and not isinstance(value, bool):

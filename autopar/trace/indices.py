@@ -13,7 +13,7 @@ from torch import Tensor
 from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins
 from autopar.trace.places import refused
-from autopar.trace.reshaped import beside
+from autopar.trace.reshaped import beside, sizes_of
 from autopar.trace.sharing import storage_of
 
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
@@ -161,7 +161,7 @@ def apart(tensor: Tensor, rows: Picked) -> Tensor:
 
 def expanded(rows: Picked, *sizes: Any) -> Picked:
     """`rows.expand(-1, 3)`; for -1 their own number may stand."""
-    given: Sequence[Any] = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes
-    if not given or not (isinstance(given[0], Tensor) or given[0] == -1):
+    given = sizes_of(sizes)
+    if given[:1] != (-1,):
         raise refused("expand")
     return rows.like(rows.dense.expand(*rows.mask.shape, *given[1:]))

@@ -104,7 +104,7 @@ class Picked:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        return (self.count, *self.row)
+        return (self.origins.checks.number(self.count), *self.row)
 
     @property
     def ndim(self) -> int:
@@ -124,8 +124,8 @@ class Picked:
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    def numel(self) -> Tensor:
-        return self.count if (each := product(self.row)) == 1 else self.count * each
+    def numel(self) -> Any:
+        return self.shape[0] if (each := product(self.row)) == 1 else self.shape[0] * each
 
     nelement = numel
 

@@ -63,6 +63,7 @@ class Looks(Protocol):
 
     notes: list[str]
     branches: Any
+    number: Any  # of a tensor
 
     def add(self, told: str, wrong: torch.Tensor) -> None: ...
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.trace.lines import line_here
+from autopar.trace.numbers import Number
 from autopar.trace.origins import Origins
 from autopar.trace.places import refused
 
@@ -19,6 +20,12 @@ NOT_AS_MANY = (
 )
 
 
+def sizes_of(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Sizes as functions of torch are given them; -1 for the number of rows, which may stand there."""
+    sizes = tuple(args[0]) if len(args) == 1 and isinstance(args[0], list | tuple) else tuple(args)
+    return tuple(-1 if isinstance(one, (Tensor, Number)) else one for one in sizes)
+
+
 def reshaped(name: str, rows: Picked, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if name == "flatten":
         start, end = (*args, *(kwargs.get(one) for one in ("start_dim", "end_dim")[len(args) :]))
@@ -26,12 +33,14 @@ def reshaped(name: str, rows: Picked, args: Sequence[Any], kwargs: dict[str, Any
         if start not in (None, 0, 1) or end not in (None, -1):
             raise refused(name)
     else:
-        shape = tuple(args[0]) if len(args) == 1 and isinstance(args[0], list | tuple) else tuple(args)
+        shape = sizes_of(args)
+        if shape[:1] == (-1,) and shape.count(-1) == 2:  # their number, and what is left
+            left = product(rows.row) // max(product([size for size in shape if size != -1]), 1)
+            shape = (-1, *(left if size == -1 else size for size in shape[1:]))
     is_each = rows.mask.ndim == 2 and shape[:2] == (len(rows.mask), -1)
     if is_each and product(shape[2:]) == product(rows.row):
         return ForEach(rows.like(rows.dense.reshape(*rows.mask.shape, *shape[2:])))
-    is_all = bool(shape) and (isinstance(shape[0], Tensor) or shape[0] == -1)
-    if (kwargs and name != "flatten") or not is_all:
+    if (kwargs and name != "flatten") or shape[:1] != (-1,):
         raise refused(name)
     if shape == (-1,) and product(rows.row) == 1:
         return rows.like(rows.dense.reshape(rows.mask.shape))

@@ -27,7 +27,7 @@ def whole(name: str, first: Picked, args: Sequence[Any], kwargs: dict[str, Any])
         case "sum":
             return first.kept().sum(dtype=dtype)
         case "mean":
-            return first.kept().sum(dtype=dtype) / first.numel()
+            return first.kept().sum(dtype=dtype) / first.numel().tensor
         case "max" | "amax":
             return first.kept(fill=bounds.min).max()
         case "min" | "amin":
@@ -41,8 +41,8 @@ def whole(name: str, first: Picked, args: Sequence[Any], kwargs: dict[str, Any])
         case "var" | "std":
             less = 1 if kwargs.get("unbiased", True) else 0
             correction = kwargs.get("correction", less)
-            mean = first.kept().sum() / first.numel()
-            found = first.kept((value - mean) ** 2).sum() / (first.numel() - correction)
+            mean = first.kept().sum() / first.numel().tensor
+            found = first.kept((value - mean) ** 2).sum() / (first.numel().tensor - correction)
             return found if name == "var" else rooted(found)
         case _:
             raise refused(name)

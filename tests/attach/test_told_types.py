@@ -32,6 +32,41 @@ class Told(nn.Module):
         return sum((parts[name].mean() for name in told), torch.zeros(()))
 
 
+class Counts(nn.Module):
+    """Keeps and gives how many rows there are, as logs have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.hard, self.part = nn.Linear(6, 6).double(), 0, 0.0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        made = self.inner(x)
+        rows = made[made[:, 0] > 0]
+        count, width = rows.shape
+        self.hard, self.part = self.hard + count, count / len(x)
+        told = {
+            "rows": count,
+            "numbers": rows.numel(),
+            "size": rows.size(0),
+            "shape": tuple(rows.shape),
+            "width": width,
+        }
+        loss = rows.sum() / max(count, 1) + rows.view(count, 2, -1).expand(rows.size(0), 2, 3).square().mean()
+        return loss * (rows.numel() / made.numel()), told
+
+
+def test_how_many_rows_there_are_is_a_number_of_python(one: DeviceMesh) -> None:
+    plain = Counts()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(8, 6).double()
+        (ours, told), (wanted, wanted_told) = parallel(x), plain(x)
+        torch.testing.assert_close(ours, wanted)
+        assert told == wanted_told and {type(one) for one in told.values()} == {int, tuple}
+        assert (parallel.hard, parallel.part) == (plain.hard, plain.part) and type(parallel.part) is float
+
+
 def of_several(part: Any) -> bool:
     return isinstance(part, (dict, Tensor)) and not isinstance(part, list | int)
 
