@@ -222,6 +222,13 @@ class Checks:
         """
         self._counts[id(number)] = Count(number, rows, True)
 
+    def are_of_same_rows(self, one: Tensor, other: Tensor) -> bool:
+        """Whether both say how many rows the same mask picks."""
+        first, second = self._counts.get(id(one)), self._counts.get(id(other))
+        if first is None or second is None or not (first.is_of_rows and second.is_of_rows):
+            return False
+        return first.rows == second.rows
+
     def condition(self, asked: Tensor, wanted: bool) -> Condition:
         """That this has the answer that is wanted: of a mask's `any`, `all` or number of rows, by that number."""
         _, each, is_all = self._each.get(id(asked), (asked, asked, False))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import cached_property, partial, partialmethod, singledispatchmethod
 from typing import Any
 
@@ -17,6 +18,9 @@ from autopar.trace.values import is_installed, is_torchs
 OF_A_FUNCTION = (partial, partialmethod, cached_property, singledispatchmethod)
 CODE = (types.FunctionType, types.MethodType, classmethod, staticmethod, property, *OF_A_FUNCTION)
 TYPES = frozenset(("type", "int", "float"))
+# Functions of Python that code asks of numbers, of what stands for tensors, and of lists that forward appends to.
+ASKING = frozenset(("len", "sum", "min", "max", "isinstance"))
+FUNCTIONS = 2000  # that are looked at, at most
 BY_TEXT = frozenset(("getattr", "hasattr", "attrgetter", "vars", "__dict__"))
 TAKES_TYPES = frozenset(("dtype", "to", "type", "astype", "view"))  # torch and numpy ask for those of Python
 TYPED_IN = ("<stdin>", "<string>", "<ipython", "<console>", "<python")  # code of no file, that somebody wrote
@@ -134,3 +138,30 @@ def methods_of(kinds: Iterable[type]) -> Mapping[str, list[Any]]:
             if any(not (is_torchs_code(call.__code__) or is_installed(call.__code__.co_filename)) for call in calls):
                 found.setdefault(name, []).append(calls[0])
     return found
+
+
+def asking_of_packages(kinds: Iterable[type]) -> list[tuple[dict[str, Any], Set[str]]]:
+    """Globals of the methods of installed classes, and of installed functions that these call, with what they name of
+    `ASKING`.
+    """
+    every = dict.fromkeys(one for kind in kinds for one in kind.__mro__)
+    left = [one for kind in every for value in vars(kind).values() for one in functions_of(value)]
+    done, found = set[types.CodeType](), dict[int, tuple[dict[str, Any], set[str]]]()
+    while left and len(done) < FUNCTIONS:
+        function = left.pop()
+        code = function.__code__
+        if code in done or is_torchs_code(code) or not is_installed(code.co_filename):
+            continue
+        done.add(code)
+        names, held = _all_names_of(code), function.__globals__
+        if here := names & ASKING:
+            found.setdefault(id(held), (held, set()))[1].update(here)
+        for value in [held[name] for name in names & held.keys()]:
+            of_module = vars(value) if isinstance(value, types.ModuleType) else {}
+            left += (one for one in (value, *map(of_module.get, names)) if isinstance(one, types.FunctionType))
+    return [*found.values()]
+
+
+@functools.lru_cache(maxsize=2**14)
+def _all_names_of(code: types.CodeType) -> frozenset[str]:
+    return frozenset(names_of(code))

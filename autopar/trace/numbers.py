@@ -93,6 +93,8 @@ class Number:
             return of_tensors(*((other, self) if is_reversed else (self, other)))  # which comes to `given` below
         if not isinstance(other, (Number, bool, int, float)):
             return NotImplemented
+        if name in COMPARED and isinstance(other, Number) and self._checks.are_of_same_rows(self.tensor, other.tensor):
+            return of_numbers(0, 0)  # how many rows there are, and once more
         other = other.as_given() if isinstance(other, Number) else other
         is_int = isinstance(other.like if isinstance(other, Number) else other, int)
         is_float = not is_int or isinstance(self.like, float) or name == "truediv"
@@ -232,9 +234,8 @@ for _name in (
 
 
 def _array() -> TraceError:
-    return TraceError(
-        f"forward computes with a numpy array of a tensor{line_here()}, and a trace has no values. {NUMPY}"
-    )
+    told = f"forward computes with a numpy array of a tensor{line_here()}, and a trace has no values. {NUMPY}"
+    return TraceError(told)
 
 
 def _operators(name: str) -> None:

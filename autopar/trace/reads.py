@@ -26,7 +26,7 @@ from autopar.errors import TraceError
 from autopar.trace.asked import Asked
 from autopar.trace.builtin import types_of_counted
 from autopar.trace.cached import computing_for_good
-from autopar.trace.code import methods_of
+from autopar.trace.code import asking_of_packages, methods_of
 from autopar.trace.configurations import Configurations
 from autopar.trace.counted import Counting
 from autopar.trace.drawn import Draws
@@ -257,7 +257,7 @@ def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any], given
     modules = list(model.modules())
     kinds = dict.fromkeys(map(type, modules))
     held = dict.fromkeys([*(type(value) for module in modules for value in vars(module).values()), *given])
-    settings = Settings(methods_of([*kinds, *held]))
+    settings, asking = Settings(methods_of([*kinds, *held])), asking_of_packages([*kinds, *held])
     hooks = [hook for module in modules for kind in FORWARD_HOOKS for hook in getattr(module, kind).values()]
     states = [value for value in reads.counting.values(dict(model.named_modules())) if is_state(value)]
     of_parts = [value for value in _held_by(modules) if not any(value is one for one in states)]
@@ -286,7 +286,7 @@ def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any], given
         reads.caches += settings.cached
         with (
             computing_for_good(reads.caches),
-            types_of_counted(settings.asking, reads.counting.beside.length, reads.counting.are_there),
+            types_of_counted(settings.asking + asking, reads.counting.beside.length, reads.counting.are_there),
         ):
             yield
     finally:

@@ -29,8 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from autopar.trace.code import (
+    ASKING,
     CODE,
     FLAGS,
+    FUNCTIONS,
     TYPES,
     asked_of,
     asks_for_nothing,
@@ -60,7 +62,7 @@ from autopar.trace.values import (
     operators_of,
 )
 
-FUNCTIONS, HOLDERS = 2000, 2000  # of the user's code and objects are looked at, at most
+HOLDERS = 2000  # objects of the user's are looked at, at most
 MAKING = (
     "__init__",
     "__new__",
@@ -85,7 +87,7 @@ class _Holder:
     tried: set[str] = field(default_factory=set[str])
 
 
-ASKED = TYPES | {"len", "sum", "min", "max", "isinstance"}  # of numbers, and of lists that forward appends to
+ASKED = TYPES | ASKING
 
 
 class Settings:

@@ -58,15 +58,21 @@ def capture(
     trace = partial(_traced, model, args, kwargs, **options)
     try:
         return captured(partial(trace, arguments=arguments))
-    except TraceError:
+    except TraceError as error:
+        told = error
         for _ in arguments.otherwise():
             try:
                 return captured(partial(trace, arguments=arguments))
-            except TraceError:
-                pass  # that is about something else, or about less
-        raise
+            except TraceError as other:  # about something else, or about less
+                if _hangs(error) and _hangs(other) and arguments.at_once:
+                    told = other  # what arguments do not tell is what is in the way
+        raise told from told.__cause__
     finally:
         arguments.values = {}  # which what is traced may hold, in circles
+
+
+def _hangs(error: TraceError) -> bool:
+    return isinstance(error.__cause__, HangsOnValues)
 
 
 def _with_attributes(

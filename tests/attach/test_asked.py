@@ -200,3 +200,23 @@ def test_a_hook_of_an_output_that_nobody_holds_is_seen(one: DeviceMesh) -> None:
 
     with pytest.raises(RuntimeError, match="output 1 of the module has a hook"):
         loss().backward()
+
+
+class Both(nn.Module):
+    """Asks its labels, and then values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        same = (labels[None] == labels[:, None]).byte()
+        if all(len(one) <= 1 for one in (*torch.where(same), *torch.where(same ^ 1))):
+            return x.sum()
+        made = self.layer(x).sum()
+        return made if made > 0 else {"loss": -made}
+
+
+def test_the_line_is_told_that_asks_what_arguments_do_not_say(one: DeviceMesh) -> None:
+    with pytest.raises(TraceError, match=r"depends on values at .*made if made > 0 else"):
+        autopar.compile(Both(), one)(torch.randn(3, 4), torch.tensor([1, 1, 0]))

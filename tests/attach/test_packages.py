@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import subprocess
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar
 from autopar import TraceError
 from autopar.trace.values import is_installed
+from tests.processes.compare import both_backward
 
 
 def test_packages_are_installed_where_pip_has_put_them(tmp_path: Path) -> None:
@@ -70,14 +72,8 @@ def test_a_package_may_make_its_tables_anew(
     one: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: bool
 ) -> None:
     """As einx does at every call; what is more after every call is a change."""
-    (file := tmp_path / "noting.py").write_text(REGISTRY)
-    (tmp_path / "noting-1.0.dist-info").mkdir()
-    (tmp_path / "noting-1.0.dist-info" / "RECORD").write_text("noting.py,sha256=0,0\n")
-    spec = importlib.util.spec_from_file_location("noting", file)
-    assert spec is not None and spec.loader is not None
-    package = importlib.util.module_from_spec(spec)
+    package = _package("noting", REGISTRY, tmp_path)
     monkeypatch.setitem(sys.modules, "noting", package)
-    spec.loader.exec_module(package)
     monkeypatch.setitem(globals(), "noting", package)
     model, x = Noting(counts), torch.rand(3, 4)
     parallel = autopar.compile(model, one)
@@ -86,6 +82,74 @@ def test_a_package_may_make_its_tables_anew(
             parallel(x)
     else:
         torch.testing.assert_close(parallel(x).detach(), model(x).detach())
+
+
+PAIRS = """
+import torch
+from torch import nn
+
+def sizes_are_one(rows, others):
+    return isinstance(rows, torch.Tensor) and all(len(one) == len(rows) for one in others)
+
+class Pairs(nn.Module):
+    def pairs(self, labels):
+        same = (labels[None] == labels[:, None]).byte()
+        same.fill_diagonal_(0)
+        return torch.where(same)
+
+    def reduced(self, made):
+        kept = made[made > 0]
+        count = len(kept)
+        if count >= 1:
+            loss = torch.mean(kept)
+        else:
+            loss = torch.sum(made * 0)
+        self.kept = count
+        return loss
+
+    def forward(self, made, labels):
+        return self.compute(made, labels)
+
+    def compute(self, made, labels):
+        first, second = self.pairs(labels)
+        if len(first) == 0:
+            return made.sum() * 0
+        rows = (made[first] * made[second]).sum(1)
+        assert sizes_are_one(rows, (first, second))
+        return self.reduced(rows)
+"""
+
+
+class Paired(nn.Module):
+    """A loss of pairs that labels tell, as packages of metric learning have them."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(4, 3).double(), loss
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.linear(x), labels)
+
+
+def test_methods_of_packages_ask_of_rows_what_those_of_scripts_do(one: DeviceMesh, tmp_path: Path) -> None:
+    plain = Paired(_package("pairing", PAIRS, tmp_path).Pairs())
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for step, told in enumerate(([0, 0, 1, 1, 2], [0, 1, 2, 3, 4], [3, 1, 0, 3, 1])):
+        torch.manual_seed(step)
+        both_backward(plain, parallel, torch.randn(5, 4).double(), torch.tensor(told), within=1e-12)
+        assert getattr(parallel.loss, "kept", None) == getattr(plain.loss, "kept", None)
+
+
+def _package(name: str, text: str, folder: Path) -> Any:
+    """As pip installs one."""
+    (file := folder / f"{name}.py").write_text(text)
+    (folder / f"{name}-1.0.dist-info").mkdir()
+    (folder / f"{name}-1.0.dist-info" / "RECORD").write_text(f"{name}.py,sha256=0,0\n")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
 
 
 ELSEWHERE = """
