@@ -72,8 +72,7 @@ def test_a_package_may_make_its_tables_anew(
     one: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: bool
 ) -> None:
     """As einx does at every call; what is more after every call is a change."""
-    package = _package("noting", REGISTRY, tmp_path)
-    monkeypatch.setitem(sys.modules, "noting", package)
+    package = _package("noting", REGISTRY, tmp_path, monkeypatch)
     monkeypatch.setitem(globals(), "noting", package)
     model, x = Noting(counts), torch.rand(3, 4)
     parallel = autopar.compile(model, one)
@@ -131,8 +130,10 @@ class Paired(nn.Module):
         return self.loss(self.linear(x), labels)
 
 
-def test_methods_of_packages_ask_of_rows_what_those_of_scripts_do(one: DeviceMesh, tmp_path: Path) -> None:
-    plain = Paired(_package("pairing", PAIRS, tmp_path).Pairs())
+def test_methods_of_packages_ask_of_rows_what_those_of_scripts_do(
+    one: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Paired(_package("pairing", PAIRS, tmp_path, monkeypatch).Pairs())
     parallel = autopar.compile(copy.deepcopy(plain), one)
     for step, told in enumerate(([0, 0, 1, 1, 2], [0, 1, 2, 3, 4], [3, 1, 0, 3, 1])):
         torch.manual_seed(step)
@@ -140,7 +141,7 @@ def test_methods_of_packages_ask_of_rows_what_those_of_scripts_do(one: DeviceMes
         assert getattr(parallel.loss, "kept", None) == getattr(plain.loss, "kept", None)
 
 
-def _package(name: str, text: str, folder: Path) -> Any:
+def _package(name: str, text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """As pip installs one."""
     (file := folder / f"{name}.py").write_text(text)
     (folder / f"{name}-1.0.dist-info").mkdir()
@@ -148,6 +149,7 @@ def _package(name: str, text: str, folder: Path) -> Any:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, made)
     spec.loader.exec_module(made)
     return made
 
