@@ -23,6 +23,7 @@ READ_AS_DICTS = "__iter__", "items", "__getitem__", "__setitem__"
 TO_ITSELF = "leads to itself (as a link to a parent does)"
 OWN_WAYS = ("__getattr__", "__setattr__", "__getattribute__")
 MOST_IN = 64
+DISTRIBUTIONS = (torch.distributions.Distribution, torch.distributions.Transform)  # are what they were made of
 BESIDE = (enum.Enum, torch.dtype, torch.device)  # parts of objects, which no program has
 
 
@@ -90,7 +91,8 @@ def may_be_state(value: Any) -> bool:
     if isinstance(value, dict):
         as_dicts = all(getattr(kind, name) is getattr(dict, name) for name in READ_AS_DICTS)
         return as_dicts and not getattr(value, "__dict__", None) and kind not in pytree.SUPPORTED_NODES
-    if isinstance(value, (*PLAIN, *SCALARS, *COLLECTIONS)) or is_of_torch(kind) or is_frozen(value):
+    is_other = is_of_torch(kind) and not isinstance(value, DISTRIBUTIONS)
+    if isinstance(value, (*PLAIN, *SCALARS, *COLLECTIONS)) or is_other or is_frozen(value):
         return False
     has_own_ways = any("__getattr__" in vars(one) for one in kind.__mro__)
     plain = kind.__setattr__ is object.__setattr__ and kind.__getattribute__ is object.__getattribute__
