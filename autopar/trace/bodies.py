@@ -81,7 +81,7 @@ def body_of(code: CodeType, at: int) -> Body | str:
     """The branch whose condition is asked at this place of the code, of which nothing stays but tensors; or why it is
     none. Of `len(rows)` what is asked is whether there are any.
     """
-    function, opname, place = _asks(code, at)
+    function, opname, place = asks_at(code, at)
     if function is None:
         return NO_SOURCE
     for branch in _statements(function, ast.If):
@@ -99,7 +99,7 @@ def body_of(code: CodeType, at: int) -> Body | str:
 @lru_cache(maxsize=1024)
 def turn_of(code: CodeType, at: int) -> Body | str:
     """Likewise the body of the loop that begins at this place of the code."""
-    function, opname, place = _asks(code, at)
+    function, opname, place = asks_at(code, at)
     if function is None or opname != "GET_ITER":
         return NO_SOURCE if function is None else "no for goes over them alone"
     for loop in _statements(function, ast.For):
@@ -111,7 +111,7 @@ def turn_of(code: CodeType, at: int) -> Body | str:
     return "no for goes over them alone"
 
 
-def _asks(code: CodeType, at: int) -> tuple[ast.FunctionDef | None, str, tuple[int, int]]:
+def asks_at(code: CodeType, at: int) -> tuple[ast.FunctionDef | None, str, tuple[int, int]]:
     """The function in which something is asked, by which instruction, and where it stands."""
     instructions = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
     # Of a call of Python code it lies in what CPython keeps behind the instruction.

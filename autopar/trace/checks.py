@@ -25,6 +25,7 @@ from autopar.trace.asked import Arguments
 from autopar.trace.bodies import NO_IF
 from autopar.trace.branch import Condition
 from autopar.trace.branches import Branches
+from autopar.trace.joints import Part, is_needed, part_of
 from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins, writes_in_place
 from autopar.trace.values import is_installed
@@ -42,6 +43,10 @@ NO_ROWS = (
 ONLY_TENSORS = (
     " A branch that only writes to tensors and assigns some (if mask.any(): loss = loss + ..) may ask that; this one "
     "may not, as {}."
+)
+JOINT = (
+    "the condition at {}:{} asks several things, of which some depend on values and others do not, and a program goes "
+    "one way: ask them in one if each, one inside of the other, or choose by torch.where"
 )
 # What tells that there are rows, and what that there are none: a name, and the number that theirs is compared with.
 SOME, NONE = frozenset((("gt", 0), ("ge", 1), ("ne", 0))), frozenset((("eq", 0), ("lt", 1), ("le", 0)))
@@ -92,6 +97,8 @@ class Checks:
         self._refused: TraceError | None = None
         self.wrong: dict[Check, Tensor] = {}
         self.truths: list[Tensor] = []
+        # By frame and place of a condition: what its parts say together, as far as they were asked.
+        self._joint: dict[tuple[int, tuple[int, int]], tuple[FrameType, Tensor | None]] = {}
         self._each: dict[int, tuple[Tensor, Tensor, bool]] = {}  # id -> what `all` (true) or `any` gave, and of what
         self._counts: dict[int, Count] = {}  # numbers of rows that masks pick
         self._there: dict[int, tuple[Tensor, bool, Count]] = {}  # id -> a question whether it is 0, the answer if not
@@ -192,6 +199,11 @@ class Checks:
 
     def _of_branch(self, asked: Tensor, frame: FrameType, is_seen: bool) -> bool | None:
         """The answer that leads into a branch of which nothing stays but tensors; None where there is none."""
+        if (part := part_of(frame.f_code, frame.f_lasti)) is not None:
+            key = id(frame), part.place
+            _, before = self._joint.pop(key, (frame, None))
+            if before is not None or (not part.is_last and is_needed(frame.f_code, frame.f_lasti)):
+                return self._of_part(asked, frame, part, before, is_seen)
         _, each, is_all = self._each.get(id(asked), (asked, asked, True))
         if not is_all and each.dtype == torch.bool:
             made = self.branches.begin(asked, frame, self.origins.rows(each), is_seen=is_seen)
@@ -200,10 +212,36 @@ class Checks:
             made = self.branches.begin(asked, frame, count.rows, is_some, is_seen=is_seen)
         else:
             made = self.branches.begin(asked, frame, None, is_seen=is_seen)
+        return self._or_why(made)
+
+    def _or_why(self, made: bool | str) -> bool | None:
         if isinstance(made, bool):
             return made
         self.instead = ONLY_TENSORS.format(made) if made != NO_IF else ""
         return None
+
+    def _of_part(
+        self, asked: Tensor, frame: FrameType, part: Part, before: Tensor | None, is_seen: bool
+    ) -> bool | None:
+        """Likewise where that is a part of a condition. `before`: what the parts ahead of it say together."""
+        if before is not None and not part.number:
+            raise _joint_alone(frame, part.place)
+        truth = self.branches.tensors.truth(asked)
+        with self.branches.tensors.own():
+            truth = truth if part.truth else truth.logical_not()
+            if before is not None:
+                truth = before & truth if part.is_and else before | truth
+            asked = truth if part.truth else truth.logical_not()
+        if part.is_last:
+            return self._or_why(self.branches.begin(asked, frame, None, is_seen=is_seen))
+        self._joint[id(frame), part.place] = frame, truth
+        return part.goes_on
+
+    def sees_all(self) -> None:
+        """Forward has run: what it has left open is closed. Raises TraceError."""
+        self.branches.sees()
+        for (_, place), (frame, _) in self._joint.items():
+            raise _joint_alone(frame, place)
 
     def ask_for_rows(self, some: Tensor, rows: int | None, frame: FrameType) -> bool:
         """Whether code of that frame that asks how many rows there are goes into such a branch where there are `some`;
@@ -325,3 +363,7 @@ def _raises(instructions: list[dis.Instruction], place: int) -> bool:
         elif "JUMP" in one.opname or one.opname.startswith(ENDS):
             return False
     return False
+
+
+def _joint_alone(frame: FrameType, place: tuple[int, int]) -> TraceError:
+    return TraceError(JOINT.format(frame.f_code.co_filename, place[0]))

@@ -25,6 +25,8 @@ def wanted_of(test: ast.expr, asks: tuple[str, tuple[int, int]], truth: bool) ->
             return next((wanted_of(value, asks, truth) for value in values if holds(value, place)), None)
         case ast.BoolOp(values=values) if rest_of(test, place, truth) is not None:  # of which all others say nothing
             return next((wanted_of(value, asks, truth) for value in values if holds(value, place)), None)
+        case ast.BoolOp(values=values) if holds(values[-1], place):  # as all others are such that it is asked
+            return wanted_of(values[-1], asks, truth)
         case _:
             pass
     if any(

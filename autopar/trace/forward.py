@@ -113,7 +113,7 @@ def watch_forward(
             ):  # fmt: skip
                 returned = original(*args, **kwargs)
                 refuse_modules(modules, dict(model.named_modules()), reads.modules)
-                watch.checks.branches.sees()
+                watch.checks.sees_all()
                 watch.reads_at.check(vars(returned)), watch.arrays.check()
                 now_there = registered(model)
                 watch.literals.may_be_written([now[name] for name in values if now_there.get(name) is not now[name]])

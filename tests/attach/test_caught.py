@@ -94,11 +94,33 @@ def behind_a_count(model: Net, x: Tensor) -> Tensor:
     raise Early
 
 
-@pytest.mark.parametrize(("form", "told"), [(with_a_tensor, "a tensor in it"), (behind_a_count, "count set ahead of")])
+def behind_a_buffer(model: Net, x: Tensor) -> Tensor:
+    model.seen += 1
+    raise ValueError("too few")
+
+
+def behind_an_argument(model: Net, x: Tensor) -> Tensor:
+    x += 1
+    raise KeyError("few")
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "told"),
+    [
+        (with_a_tensor, Early, "the tensor in it"),
+        (behind_a_count, Early, r"what .* ahead of it \(count\)"),
+        (behind_a_buffer, ValueError, r"what .* ahead of it \(seen\)"),
+        (behind_an_argument, KeyError, r"what .* ahead of it \(argument \['x'\]\)"),
+    ],
+)
 def test_what_a_script_would_not_have_is_told(
-    one: DeviceMesh, form: Callable[[Net, Tensor], Tensor], told: str
+    one: DeviceMesh, form: Callable[[Net, Tensor], Tensor], kind: type[Exception], told: str
 ) -> None:
-    parallel = autopar.compile(Net(form), one)
-    with pytest.raises(TraceError, match=rf"forward raises Early at .*test_caught.py.*, with {told}") as caught:
+    model = Net(form)
+    model.register_buffer("seen", torch.zeros(()))
+    parallel = autopar.compile(model, one)
+    with pytest.raises(
+        TraceError, match=rf"at .*test_caught.py.*: {kind.__name__}: .* would not have {told}: raise it ahead"
+    ) as caught:
         parallel(torch.randn(3, 6))
-    assert not isinstance(caught.value, Early) and parallel.count == 0
+    assert not isinstance(caught.value, kind) and parallel.count == parallel.seen == 0

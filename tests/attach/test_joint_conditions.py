@@ -1,0 +1,122 @@
+"""Branches whose conditions ask several things of values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar
+from autopar import TraceError
+from tests.processes.compare import both_backward, same_gradients
+from tests.support.branching import quick_ones
+
+
+def either(model: Any, h: Tensor) -> Tensor:
+    loss = h.mean()
+    if (h > 1.5).any() or h.min() < -1.2 or h.sum().item() > 3:
+        loss = loss + h.square().mean()
+    return loss
+
+
+def both_or_else(model: Any, h: Tensor) -> Tensor:
+    loss = h.mean()
+    if h.max() > 1 and not (h > -1).all():
+        loss = loss + h.square().mean()
+    else:
+        more = h.abs().mean()
+        loss = loss * more
+    return loss
+
+
+def neither(model: Any, h: Tensor) -> Tensor:
+    loss = h.mean()
+    if not ((h > 1.2).any() and (h < -1.2).any()):
+        loss = loss + h.exp().mean()
+    return loss
+
+
+def in_a_loop(model: Any, h: Tensor) -> Tensor:
+    loss = h.sum() * 0
+    for row in h:
+        if row.max() < 0.5 or row.mean() > 0.3:
+            continue
+        loss = loss + row.square().sum()
+    return loss
+
+
+def returns(model: Any, h: Tensor) -> Tensor:
+    if h.max() < 1.3 or h.min() > -1:
+        return h.exp().mean()
+    return h.square().mean()
+
+
+def known_too(model: Any, h: Tensor) -> Tensor:
+    loss = h.mean()
+    if model.training and len(h) > 1 and h.max() > 1.5 and h.min() < -1.5:
+        loss = loss + 1
+    if model.calls > 1 or h.max() > 1:
+        loss = loss * 3
+    return loss
+
+
+def of_rows(model: Any, h: Tensor) -> Tensor:
+    high, low, loss = h[h[:, 0] > 1], h[h[:, 0] < -1], h.mean()
+    if len(high) > 0 and len(low) > 0:
+        loss = loss + high.mean() * low.mean()
+    if len(high) == 0 or len(low) == 0:
+        loss = loss * 2
+    return loss
+
+
+FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    one.__name__: one for one in (either, both_or_else, neither, in_a_loop, returns, known_too, of_rows)
+}
+
+
+class Model(nn.Module):
+    def __init__(self, form: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.form, self.calls, self.inner = form, 0, nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.form(self, self.inner(x))
+
+
+@pytest.mark.parametrize("name", quick_ones(FORMS, ("either", "both_or_else", "returns")))
+def test_they_are_as_on_one_process(name: str, one: DeviceMesh) -> None:
+    torch.manual_seed(1)
+    plain = Model(FORMS[name])
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for step in range(8):
+        torch.manual_seed(step)
+        for model in (plain, parallel):
+            model.zero_grad()
+        both_backward(plain, parallel, torch.randn(3, 4).double() * (1 + step % 4), within=1e-12)
+        same_gradients(plain, parallel)
+
+
+def ends_with_what_is_known(model: Any, h: Tensor) -> Tensor:
+    loss = h.mean()
+    if h.max() > 1 or model.calls > 3:
+        loss = loss * 2
+    return loss
+
+
+def divides(model: Any, h: Tensor) -> Tensor:
+    count = (h > 5).sum().item()
+    if count == 0 or h.sum().item() / count > 1:
+        return h.mean()
+    return h.sum()
+
+
+@pytest.mark.parametrize("form", [ends_with_what_is_known, divides])
+def test_what_need_not_be_asked_is_refused(form: Callable[[Any, Tensor], Tensor], one: DeviceMesh) -> None:
+    with pytest.raises(TraceError, match=r"asks several things"):
+        autopar.compile(Model(form), one)(torch.randn(3, 4).double())
