@@ -43,11 +43,12 @@ class Part:
 
 @lru_cache(maxsize=1024)
 def part_of(code: CodeType, at: int) -> Part | None:
-    """The part of an `if` that asks several things; None where it asks one, or where a part cannot be computed unless
+    """The part of an `if`, or of `x if .. else y`, that asks several things; None where it asks one, or where a part cannot be computed unless
     those ahead of it are as they are.
     """
     function, opname, place = asks_at(code, at)
-    tests = [one.test for one in ast.walk(function) if isinstance(one, ast.If)] if function is not None else []
+    choices = (ast.If, ast.IfExp)
+    tests = [one.test for one in ast.walk(function) if isinstance(one, choices)] if function is not None else []
     test = next((one for one in tests if holds(one, place)), None)
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test = test.operand

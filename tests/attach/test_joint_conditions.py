@@ -74,8 +74,13 @@ def of_rows(model: Any, h: Tensor) -> Tensor:
     return loss
 
 
+def chooses(model: Any, h: Tensor) -> Tensor:
+    scale = h.exp() if h.max() > 1.3 or h.min() < -1.2 else h * 2
+    return (h.square() if h.max() > 1 and h.min() < -1 else h).mean() * scale.mean()
+
+
 FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    one.__name__: one for one in (either, both_or_else, neither, in_a_loop, returns, known_too, of_rows)
+    one.__name__: one for one in (either, both_or_else, neither, in_a_loop, returns, known_too, of_rows, chooses)
 }
 
 
