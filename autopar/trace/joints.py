@@ -43,8 +43,8 @@ class Part:
 
 @lru_cache(maxsize=1024)
 def part_of(code: CodeType, at: int) -> Part | None:
-    """The part of an `if`, or of `x if .. else y`, that asks several things; None where it asks one, or where a part cannot be computed unless
-    those ahead of it are as they are.
+    """The part of a condition (of an `if`, or of `x if .. else y`) that asks several things; None where it asks one, or
+    where a part cannot be computed unless those ahead of it are as they are.
     """
     function, opname, place = asks_at(code, at)
     choices = (ast.If, ast.IfExp)
