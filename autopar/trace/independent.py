@@ -97,11 +97,15 @@ def refuse_fakes(model: nn.Module, reads: Reads, originals: Collection[int]) -> 
     script would find it. `originals`: what is a copy for the trace, by ids: that holds such tensors.
     """
     hooks = [hook for part in model.modules() for kind in HOOKS for hook in getattr(part, kind).values()]
-    found = [place.get(name) for place, name, _, _ in reads.names if number_of(place) not in originals]
-    if holds_fakes([*hooks, *found], originals):
+    found = [(place.get(name), name) for place, name, _, _ in reads.names if number_of(place) not in originals]
+    every = [*hooks, *(value for value, _ in found)]
+    if holds_fakes(every, originals):
+        name = next((name for value, name in found if holds_fakes([value], originals)), "")
+        where = f" (by {name!r})" if name else ""
         raise TraceError(
-            "forward, or a hook, keeps a tensor where a compiled step cannot write to: keep it in a dict, in a list, "
-            "or as an attribute of a module or of an object of a class without __slots__"
+            f"forward, or a hook, keeps a tensor where a compiled step cannot write to{where}: "
+            "keep it in a dict, in a list, or as an attribute of a module of this model or of an object of a class "
+            "without __slots__"
         )
 
 
