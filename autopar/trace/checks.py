@@ -98,7 +98,7 @@ class Checks:
         self.wrong: dict[Check, Tensor] = {}
         self.truths: list[Tensor] = []
         # By frame and place of a condition: what its parts say together, as far as they were asked.
-        self._joint: dict[tuple[int, tuple[int, int]], tuple[FrameType, Tensor | None]] = {}
+        self._joint: dict[tuple[int, tuple[int, int]], tuple[FrameType, dict[int, Tensor]]] = {}
         self._each: dict[int, tuple[Tensor, Tensor, bool]] = {}  # id -> what `all` (true) or `any` gave, and of what
         self._counts: dict[int, Count] = {}  # numbers of rows that masks pick
         self._there: dict[int, tuple[Tensor, bool, Count]] = {}  # id -> a question whether it is 0, the answer if not
@@ -201,8 +201,8 @@ class Checks:
         """The answer that leads into a branch of which nothing stays but tensors; None where there is none."""
         if (part := part_of(frame.f_code, frame.f_lasti)) is not None:
             key = id(frame), part.place
-            _, before = self._joint.pop(key, (frame, None))
-            if before is not None or (not part.is_last and is_needed(frame.f_code, frame.f_lasti)):
+            _, before = self._joint.pop(key, (frame, {}))
+            if before or (not part.is_last and is_needed(frame.f_code, frame.f_lasti)):
                 return self._of_part(asked, frame, part, before, is_seen)
         _, each, is_all = self._each.get(id(asked), (asked, asked, True))
         if not is_all and each.dtype == torch.bool:
@@ -221,20 +221,19 @@ class Checks:
         return None
 
     def _of_part(
-        self, asked: Tensor, frame: FrameType, part: Part, before: Tensor | None, is_seen: bool
+        self, asked: Tensor, frame: FrameType, part: Part, before: dict[int, Tensor], is_seen: bool
     ) -> bool | None:
-        """Likewise where that is a part of a condition. `before`: what the parts ahead of it say together."""
-        if before is not None and not part.number:
+        """Likewise where that is a part of a condition. `before`: the truths of those ahead of it, by their numbers."""
+        if any(number >= part.number for number in before):
             raise _joint_alone(frame, part.place)
         truth = self.branches.tensors.truth(asked)
         with self.branches.tensors.own():
-            truth = truth if part.truth else truth.logical_not()
-            if before is not None:
-                truth = before & truth if part.is_and else before | truth
-            asked = truth if part.truth else truth.logical_not()
+            truths = {**before, part.number: truth if part.truth else truth.logical_not()}
+            whole = part.together(truths)
+            whole = whole if part.settles else whole.logical_not()
         if part.is_last:
-            return self._or_why(self.branches.begin(asked, frame, None, is_seen=is_seen))
-        self._joint[id(frame), part.place] = frame, truth
+            return self._or_why(self.branches.begin(whole, frame, None, is_seen=is_seen))
+        self._joint[id(frame), part.place] = frame, truths
         return part.goes_on
 
     def sees_all(self) -> None:

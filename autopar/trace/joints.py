@@ -5,11 +5,15 @@ the next one is asked, and the branch is taken by all of them together.
 from __future__ import annotations
 
 import ast
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from types import CodeType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from autopar.trace.bodies import Body, asks_at, body_of
 from autopar.trace.conditions import SEVERAL, wanted_of
@@ -25,20 +29,37 @@ MAY_FAIL = (ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)  # of numbers that the part
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a condition that is asked now. `place`: line and column of all of it; `number`: which it is, and
-    `is_last`; `is_and`: they have to be true together; `truth`: the answer with which it is true.
+    """A part of a condition that is asked now. `place`: line and column of all of it; `number`: which part it is;
+    `truth`: the answer with which it is true; `goes_on`: the one with which the next part is asked; `settles`: of the
+    last one, the answer with which all is true then; `whole`: the condition, with numbers in the place of its parts.
     """
 
     place: tuple[int, int]
     number: int
-    is_last: bool
-    is_and: bool
     truth: bool
+    goes_on: bool
+    settles: bool | None
+    whole: Any
 
     @property
-    def goes_on(self) -> bool:
-        """The answer with which the next one is asked."""
-        return self.truth == self.is_and
+    def is_last(self) -> bool:
+        return self.settles is not None
+
+    def together(self, truths: Mapping[int, Tensor]) -> Tensor:
+        """The truth of all parts, of those that were asked: the others are as the next one needs them."""
+        made = _together(self.whole, truths)
+        assert made is not None
+        return made
+
+
+def _together(one: Any, truths: Mapping[int, Tensor]) -> Tensor | None:
+    if isinstance(one, int):
+        return truths.get(one)
+    name, *inner = one
+    found = [made for part in inner if (made := _together(part, truths)) is not None]
+    if not found:
+        return None
+    return found[0].logical_not() if name == "not" else reduce(operator.and_ if name == "and" else operator.or_, found)
 
 
 @lru_cache(maxsize=1024)
@@ -54,18 +75,38 @@ def part_of(code: CodeType, at: int) -> Part | None:
         test = test.operand
     if not isinstance(test, ast.BoolOp):
         return None
-    number = next((number for number, value in enumerate(test.values) if holds(value, place)), len(test.values))
-    parts = test.values[number:]
-    if not parts or not all(map(_may_be_asked, parts[1:])):
+    parts = list[tuple[ast.expr, bool]]()
+    whole = _parts(test, True, parts)
+    number = next((number for number, (value, _) in enumerate(parts) if holds(value, place)), len(parts))
+    rest = parts[number:]
+    if not rest or not all(_may_be_asked(value) for value, _ in rest[1:]):
         return None
-    truth = (
-        None
-        if any(isinstance(one, SEVERAL) for one in ast.walk(parts[0]))
-        else wanted_of(parts[0], (opname, place), True)
-    )
+    value, goes_on = rest[0]
+    is_one = not any(isinstance(one, SEVERAL) for one in ast.walk(value))
+    truth = wanted_of(value, (opname, place), True) if is_one else None
     if truth is None:
         return None
-    return Part((test.lineno, test.col_offset), number, len(parts) == 1, isinstance(test.op, ast.And), truth)
+    settles = wanted_of(test, (opname, place), True) if len(rest) == 1 else None
+    if len(rest) == 1 and settles is None:
+        return None
+    return Part((test.lineno, test.col_offset), number, truth, truth == goes_on, settles, whole)
+
+
+def _parts(test: ast.expr, goes_on: bool, parts: list[tuple[ast.expr, bool]]) -> Any:
+    """`Part.whole`. `parts`: gets those of this one, each with the truth with which the next one is asked; `goes_on`:
+    that of the last.
+    """
+    match test:
+        case ast.UnaryOp(ast.Not(), ast.BoolOp() as inner):
+            return "not", _parts(inner, not goes_on, parts)
+        case ast.BoolOp(op, values):
+            is_and = isinstance(op, ast.And)
+            return "and" if is_and else "or", *(
+                _parts(value, goes_on if value is values[-1] else is_and, parts) for value in values
+            )
+        case _:
+            parts.append((test, goes_on))
+            return len(parts) - 1
 
 
 def is_needed(code: CodeType, at: int) -> bool:

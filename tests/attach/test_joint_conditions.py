@@ -79,9 +79,33 @@ def chooses(model: Any, h: Tensor) -> Tensor:
     return (h.square() if h.max() > 1 and h.min() < -1 else h).mean() * scale.mean()
 
 
+def nested(model: Any, h: Tensor) -> Tensor:
+    loss = h.mean()
+    if h.max() > 1 and (h.min() < -1.2 or h.sum() > 2):
+        loss = loss + h.square().mean()
+    if h.max() < 1.5 or not (h.min() < -1 and h.sum() > 1):
+        more = h.std()
+        loss = loss * more
+    else:
+        loss = loss + 3
+    return loss
+
+
+def nested_in_a_loop(model: Any, h: Tensor) -> Tensor:
+    for row in h:
+        if (row.max() > 1 or row.min() < -1.2) and model.training and not (row.sum() > 2 or row.mean() < -0.5):
+            h = h * 1.1
+            continue
+        h = h - 0.1
+    return h.square().mean()
+
+
 FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    one.__name__: one for one in (either, both_or_else, neither, in_a_loop, returns, known_too, of_rows, chooses)
-}
+    one.__name__: one
+    for one in (
+        either, both_or_else, neither, in_a_loop, returns, known_too, of_rows, chooses, nested, nested_in_a_loop
+    )
+}  # fmt: skip
 
 
 class Model(nn.Module):
@@ -94,7 +118,7 @@ class Model(nn.Module):
         return self.form(self, self.inner(x))
 
 
-@pytest.mark.parametrize("name", quick_ones(FORMS, ("either", "both_or_else", "returns")))
+@pytest.mark.parametrize("name", quick_ones(FORMS, ("either", "both_or_else", "returns", "nested")))
 def test_they_are_as_on_one_process(name: str, one: DeviceMesh) -> None:
     torch.manual_seed(1)
     plain = Model(FORMS[name])
