@@ -138,7 +138,7 @@ def _assemble_outputs(
     numbers that were there when the call began.
     """
     results = [(result, layout) for result, layout in prepared.runner.results if result.kind == "output"]
-    known = {place: computed.of(number) for place, number in prepared.counting.returned.items()}
+    known = {place: computed.of(number) for place, number in prepared.counting.asked.returned.items()}
     leaves: dict[int, Any] = {**prepared.output_constants, **known}
     types = output_types(prepared.graph)
     is_local, numbers, arrays = state.inputs == "local", numbers_of(prepared.out_spec), arrays_of(prepared.out_spec)

@@ -375,7 +375,7 @@ def _prepared(
         captured.reads.asked.settled(state.asked),
         {path: at for path in captured.reads.asked.paths if (at := places[path]) < len(call.tensors)},
         changed,
-        captured.own_leaves if key.gradients else frozenset(),
+        captured.own_leaves,
     )
 
 

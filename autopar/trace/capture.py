@@ -55,7 +55,7 @@ from autopar.trace.fakes import fake_copy
 from autopar.trace.flat_inputs import FlatInputs, fake_inputs, fake_of, requiring_grad, same_in
 from autopar.trace.forward import watch_forward
 from autopar.trace.functions import functions_kept, with_functions
-from autopar.trace.gradients import traced_with, without_own_leaves
+from autopar.trace.gradients import traced_with, variables_seen, without_own_leaves
 from autopar.trace.identity import asks_which
 from autopar.trace.independent import hangs_on_nothing, refuse_fakes
 from autopar.trace.installed import unsaved_as_attributes
@@ -306,6 +306,7 @@ def _exported(
         with (
             setting.drawing.standing(copy.model),
             functions_kept() as functions,
+            variables_seen(),
             distributions_as_they_come(),
             masks_left_out(copy.notes, copy.caches),
             experts_kept(),

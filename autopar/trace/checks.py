@@ -199,11 +199,8 @@ class Checks:
 
     def _of_branch(self, asked: Tensor, frame: FrameType, is_seen: bool) -> bool | None:
         """The answer that leads into a branch of which nothing stays but tensors; None where there is none."""
-        if (part := part_of(frame.f_code, frame.f_lasti)) is not None:
-            key = id(frame), part.place
-            _, before = self._joint.pop(key, (frame, {}))
-            if before or (not part.is_last and is_needed(frame.f_code, frame.f_lasti)):
-                return self._of_part(asked, frame, part, before, is_seen)
+        if (part := self._part_at(frame)) is not None:
+            return self._of_part(asked, frame, part, is_seen)
         _, each, is_all = self._each.get(id(asked), (asked, asked, True))
         if not is_all and each.dtype == torch.bool:
             made = self.branches.begin(asked, frame, self.origins.rows(each), is_seen=is_seen)
@@ -220,10 +217,16 @@ class Checks:
         self.instead = ONLY_TENSORS.format(made) if made != NO_IF else ""
         return None
 
-    def _of_part(
-        self, asked: Tensor, frame: FrameType, part: Part, before: dict[int, Tensor], is_seen: bool
-    ) -> bool | None:
-        """Likewise where that is a part of a condition. `before`: the truths of those ahead of it, by their numbers."""
+    def _part_at(self, frame: FrameType) -> Part | None:
+        """The part of a condition that code of that frame asks, where its parts decide together."""
+        part = part_of(frame.f_code, frame.f_lasti)
+        if part is None or (id(frame), part.place) in self._joint:
+            return part
+        return part if not part.is_last and is_needed(frame.f_code, frame.f_lasti) else None
+
+    def _of_part(self, asked: Tensor, frame: FrameType, part: Part, is_seen: bool) -> bool | None:
+        """Likewise where that is a part of a condition."""
+        _, before = self._joint.pop((id(frame), part.place), (frame, {}))
         if any(number >= part.number for number in before):
             raise _joint_alone(frame, part.place)
         truth = self.branches.tensors.truth(asked)
@@ -247,7 +250,7 @@ class Checks:
         `rows`: the number of their mask.
         """
         self.branches.leave(frame)
-        return self.branches.begin(some, frame, rows) is True
+        return self._part_at(frame) is None and self.branches.begin(some, frame, rows) is True
 
     def length(self, count: Tensor, rows: int | None, frame: FrameType) -> Any:
         """`len` of what has so many, where code of that frame asks: some, in a branch that is taken by that."""

@@ -48,8 +48,7 @@ class Counting:
     `beside`: what forward asks of places, which no program takes;
     `asked_for`: lists and dicts that it writes to, and may ask what is in them. `plain`: memory of each tensor that an
     attribute holds, and forward has read -> where that is; None: at several places, and not as the
-    one object that is found `first`, by its id. `asks_what_trains`: forward does. `returned`: leaves of what
-    it gives that are counted numbers, and which step gives them.
+    one object that is found `first`, by its id. `asks_what_trains`: forward does.
     """
 
     places: tuple[Place, ...] = ()
@@ -61,7 +60,6 @@ class Counting:
     plain: dict[int, Place | None] = field(default_factory=dict[int, Any])
     first: dict[int, int] = field(default_factory=dict[int, int])
     asks_what_trains: bool = False
-    returned: dict[int, int] = field(default_factory=dict[int, int])
     elsewhere: Callable[[], set[int]] = set[int]
     stood: list[tuple[Place, Any, Any]] = field(default_factory=list[tuple[Place, Any, Any]])
     nodes: dict[int, tuple[Place, Within]] = field(default_factory=dict[int, tuple[Place, Within]])

@@ -85,12 +85,14 @@ class Asked:
     """`steps`: what Python computes of numbers, in order: a function and its arguments, or None and the place of a
     number that is there. `answers`: what forward asks of them, in order, and the answers that a program has; also
     whether those that met tensors, or led to it, are too large for one, and whether it is an error. `pinned`: where
-    numbers are that forward needs as numbers of Python, and which line does: a program is for one value.
+    numbers are that forward needs as numbers of Python, and which line does: a program is for one value. `returned`:
+    leaves of what forward gives that are such numbers, and the steps that give them.
     """
 
     steps: list[tuple[Callable[..., Any] | None, tuple[Any, ...]]] = field(default_factory=list[Any])
     answers: list[tuple[Callable[[Computed], Any], Any]] = field(default_factory=list[Any])
     pinned: dict[Place, str] = field(default_factory=dict[Place, str])
+    returned: dict[int, int] = field(default_factory=dict[int, int])
 
     def step(self, python: Callable[..., Any] | None, args: Sequence[Any]) -> int:
         """The number of a new one."""

@@ -209,11 +209,13 @@ def naming_the_line(inputs: str, by_itself: Callable[[], object], ahead: Sequenc
 def _as_raised(error: Exception, told: str) -> TraceError:
     """A TraceError that a script which expects such an exception of its model catches as that, too."""
     kind = type(error)
-    of_python = (one for one in kind.__mro__ if one.__module__ == "builtins" and one is not object)
-    if any(one.__basicsize__ != Exception.__basicsize__ for one in of_python) or isinstance(error, RuntimeError):
-        return TraceError(told)  # those of files, say, are made otherwise
+    if kind is RuntimeError or isinstance(error, (StopIteration, StopAsyncIteration)):  # a generator raises others
+        return TraceError(told)
     plain = {"__init__": RuntimeError.__init__, "__str__": RuntimeError.__str__, "__module__": TraceError.__module__}
-    made = type(TraceError.__name__, (TraceError, kind), plain)(told)
+    try:
+        made = type(TraceError.__name__, (TraceError, kind), plain)(told)
+    except TypeError:  # a class that has no others below it, or one that is made of more than text
+        return TraceError(told)
     vars(made).update(vars(error))
     return made
 

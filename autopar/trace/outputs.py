@@ -21,20 +21,22 @@ from autopar.trace.changed import with_copies
 from autopar.trace.checks import Check
 from autopar.trace.closures import with_parts
 from autopar.trace.code import CODE
-from autopar.trace.counted import Counting, called
+from autopar.trace.counted import called
 from autopar.trace.derivatives import TANGENTS, Derivative, gradients_of
 from autopar.trace.drawn_arrays import refuse_kept
-from autopar.trace.formulas import Counted, with_plain_keys
+from autopar.trace.formulas import Asked, Counted, with_plain_keys
 from autopar.trace.given import GivenBack, Rewritten, given_in, rewritten
 from autopar.trace.independent import holds_fakes
 from autopar.trace.installed import hung_on, take_back
 from autopar.trace.left import is_kept, is_made
-from autopar.trace.modules import HOOKS
+from autopar.trace.masked import Picked
+from autopar.trace.modules import HOOKS, OF_EVERY_MODULE
 from autopar.trace.numbers import TEXT, Array, Number
 from autopar.trace.reads import Reads
 from autopar.trace.records import make_known, make_states_known
 from autopar.trace.sharing import NOWHERE, Memory
-from autopar.trace.values import MISSING, copied
+from autopar.trace.standing import Ahead, Listed
+from autopar.trace.values import MISSING, SCALARS, copied, few_in, own_names
 
 
 @dataclass(frozen=True)
@@ -191,13 +193,14 @@ def returning(
         _refuse_text([after for _, after, _ in reads.written.values()])
         kept_as = ((f"keeps in {called(place)}", after) for place, (_, after, _) in reads.written.items())
         refuse_kept([("returns", outputs), *kept_as])
+        _refuse_rows(modules)
         in_arguments = rewritten(given, outputs)
         kept = _kept(reads, modules)
         outputs = pytree.tree_map(
             lambda leaf: leaf, with_plain_keys(outputs)
         )  # they may be what is written to, which is undone now
         made = Returned(outputs, kept, reads.left.take(modules), theirs.changed(), in_arguments)
-        made = _with_tensors(_known(made, reads.counting))
+        made = _with_tensors(_known(made, reads.counting.asked))
         if not derivatives:
             return made
         return Returned(gradients_of(model, derivatives, made, arguments), {}, [])
@@ -205,6 +208,28 @@ def returning(
     if derivatives:
         returned.__signature__ = with_argument(forward, TANGENTS)  # type: ignore[attr-defined]
     model.forward = returned
+
+
+def _refuse_rows(modules: Mapping[str, nn.Module]) -> None:
+    """Raises TraceError where an attribute holds what stands for rows that a mask picks, or for a list of them."""
+    seen = set[int]()
+    for path, module in modules.items():
+        for name, value in vars(module).items():
+            if name not in OF_EVERY_MODULE and _holds_rows(value, seen):
+                raise TraceError(
+                    f"forward keeps rows that a mask picks, or a list of them, in {called((path, name))}, and how many "
+                    "there are depends on values: keep all rows and the mask, or how many there are"
+                )
+
+
+def _holds_rows(value: Any, seen: set[int]) -> bool:
+    if type(value) in (Picked, Listed, Ahead):
+        return True
+    if isinstance(value, (Tensor, nn.Module, Number, *SCALARS)) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    parts = [*(own_names(value) or {}).values()] or few_in(value)
+    return any(_holds_rows(part, seen) for part in parts)
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -257,13 +282,14 @@ def _keeps(value: Any) -> bool:
     return not isinstance(value, (nn.Module, *CODE)) and holds_fakes([value])
 
 
-def _known(returned: Returned, counting: Counting) -> Returned:
+def _known(returned: Returned, asked: Asked) -> Returned:
     """The same with numbers of Python in the place of counted ones, which each call knows without the program."""
     leaves, spec = pytree.tree_flatten(returned)
-    counting.returned = {place: one.formula.number for place, one in enumerate(leaves) if type(one) is Counted}
-    if not counting.returned:
+    known = {place: one for place, one in enumerate(leaves) if type(one) is Counted and one.asked is asked}
+    asked.returned = {place: one.formula.number for place, one in known.items()}
+    if not known:
         return returned
-    return pytree.tree_unflatten([one.now if type(one) is Counted else one for one in leaves], spec)
+    return pytree.tree_unflatten([one.now if place in known else one for place, one in enumerate(leaves)], spec)
 
 
 def _with_tensors(returned: Returned) -> Returned:

@@ -44,10 +44,12 @@ def _is_of_python_in_place(told: str) -> bool:
 
 
 def _at(rows: Picked, index: Any, value: Any) -> tuple[Picked, Any]:
-    is_mask = isinstance(index, type(rows)) and index.dtype == torch.bool and index.key == rows.key and not index.row
+    is_mask = isinstance(index, type(rows)) and index.dtype == torch.bool and index.key == rows.key
     if not is_mask:
         return of_each_row(rows, index), value
-    made = value.dense if isinstance(value, type(rows)) and value.key == rows.key else value
+    if index.row and (index.row != rows.row or getattr(value, "ndim", 0)):
+        raise refused("setitem in place, of numbers that another mask picks,")
+    made: Any = value.dense if isinstance(value, type(rows)) and value.key == rows.key else value
     if isinstance(made, type(rows)) or (isinstance(made, Tensor) and made.ndim > len(rows.row) and made is value):
         raise refused("setitem in place, of other rows,")
     index, made = beside(index.dense, rows.dense), torch.as_tensor(made, dtype=rows.dtype, device=rows.device)

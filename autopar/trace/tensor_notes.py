@@ -33,11 +33,13 @@ def as_noted(
         vars(tensor).update(noted[name])
     had = {name: dict(vars(tensor)) for name, tensor in registered.items()}
     names, others = {id(one): name for name, one in registered.items()}, dict[int, tuple[str, set[str]]]()
+    given_now = dict[str, tuple[Tensor, dict[str, Any]]]()
     for path, one in arguments:
         if isinstance(one, Tensor) and (given := asked.arguments.values.get(path)) is not None:
             notes = noted_on(given)
             plain = {name: value for name, value in notes.items() if isinstance(value, SCALARS)}
             vars(one).update(plain)
+            given_now[path] = one, noted_on(one)
             others[id(one)] = path, notes.keys() - plain.keys()
 
     def missing(tensor: Tensor, name: str) -> Any:
@@ -57,6 +59,12 @@ def as_noted(
     finally:
         del Tensor.__getattr__  # type: ignore[attr-defined]
     _refuse_attributes(registered, had)
+    for path, (one, noted) in given_now.items():
+        now = noted_on(one)
+        if name := next((name for name in {**now, **noted} if now.get(name) is not noted.get(name)), None):
+            raise TraceError(
+                f"forward changes .{name} of its argument {path}, which a compiled step does not write to: return it"
+            )
 
 
 def _refuse_attributes(tensors: Mapping[str, Tensor], had: Mapping[str, Mapping[str, Any]]) -> None:

@@ -38,6 +38,7 @@ def over_rows(name: str, rows: Picked, options: Mapping[str, Any]) -> Any:
         total = rows.kept().sum(over)
         return total if name == "sum" else total / rows.count
     if name in ("var", "std"):
+        rows = rows.origins.checks.branches.guarded(rows)  # of one row it has no gradient, which zero is not, either
         mean = rows.kept().sum(over) / rows.count
         found = (rows.kept(rows.dense - mean) ** 2).sum(over) / (rows.count - correction)
         return found if name == "var" else rooted(found)

@@ -41,8 +41,9 @@ def whole(name: str, first: Picked, args: Sequence[Any], kwargs: dict[str, Any])
         case "var" | "std":
             less = 1 if kwargs.get("unbiased", True) else 0
             correction = kwargs.get("correction", less)
+            first = first.origins.checks.branches.guarded(first)  # as over rows
             mean = first.kept().sum() / first.numel().tensor
-            found = first.kept((value - mean) ** 2).sum() / (first.numel().tensor - correction)
+            found = (first.kept(value - mean) ** 2).sum() / (first.numel().tensor - correction)
             return found if name == "var" else rooted(found)
         case _:
             raise refused(name)

@@ -85,6 +85,26 @@ def test_they_leave_modules_and_are_caught(one: DeviceMesh, form: Callable[[Net,
         same_gradients(plain, parallel)
 
 
+class Skip(RuntimeError):
+    pass
+
+
+class Absent(AttributeError, ValueError):
+    pass
+
+
+@pytest.mark.parametrize(
+    "kind", [Skip, Absent, NotImplementedError, AttributeError, FileNotFoundError, torch.OutOfMemoryError]
+)
+def test_scripts_catch_classes_of_any_kind(one: DeviceMesh, kind: type[Exception]) -> None:
+    def raises(model: Net, x: Tensor) -> Tensor:
+        raise kind("no such batch")
+
+    with pytest.raises(kind, match=r"raise kind.*no such batch") as caught:
+        autopar.compile(Net(raises), one)(torch.randn(3, 6))
+    assert isinstance(caught.value, TraceError)
+
+
 def with_a_tensor(model: Net, x: Tensor) -> Tensor:
     return model.first(x, ends=True)
 

@@ -100,10 +100,21 @@ def nested_in_a_loop(model: Any, h: Tensor) -> Tensor:
     return h.square().mean()
 
 
+def spread(model: Any, h: Tensor) -> Tensor:
+    """Of one row there is none, and no gradient of it."""
+    loss = h.mean()
+    for number in range(3):
+        rows = h[h.argmax(1) == number]
+        if len(rows) > 1:
+            loss = loss + rows.std(0).sum() + rows[:, 0].var() + ((rows - rows.mean(0)) / rows.std(0)).exp().mean()
+    return loss
+
+
 FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     one.__name__: one
     for one in (
-        either, both_or_else, neither, in_a_loop, returns, known_too, of_rows, chooses, nested, nested_in_a_loop
+        either, both_or_else, neither, in_a_loop, returns, known_too, of_rows, chooses, nested, nested_in_a_loop,
+        spread,
     )
 }  # fmt: skip
 
@@ -118,7 +129,7 @@ class Model(nn.Module):
         return self.form(self, self.inner(x))
 
 
-@pytest.mark.parametrize("name", quick_ones(FORMS, ("either", "both_or_else", "returns", "nested")))
+@pytest.mark.parametrize("name", quick_ones(FORMS, ("either", "both_or_else", "returns", "nested", "spread")))
 def test_they_are_as_on_one_process(name: str, one: DeviceMesh) -> None:
     torch.manual_seed(1)
     plain = Model(FORMS[name])
@@ -127,7 +138,7 @@ def test_they_are_as_on_one_process(name: str, one: DeviceMesh) -> None:
         torch.manual_seed(step)
         for model in (plain, parallel):
             model.zero_grad()
-        both_backward(plain, parallel, torch.randn(3, 4).double() * (1 + step % 4), within=1e-12)
+        both_backward(plain, parallel, torch.randn(4, 4).double() * (1 + step % 4), within=1e-12)
         same_gradients(plain, parallel)
 
 

@@ -95,3 +95,24 @@ def test_what_is_noted_behind_the_first_call_is_seen(one: DeviceMesh) -> None:
     given.weight = torch.randn(4)
     with pytest.raises(TraceError, match=r"asks for \.weight of its argument \['x'\] at .*, which is no number"):
         parallel(given)
+
+
+class Counting(nn.Module):
+    def __init__(self, deletes: bool) -> None:
+        super().__init__()
+        self.inner, self.deletes = nn.Linear(4, 4), deletes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.deletes:
+            del x.weight
+        else:
+            x.weight = getattr(x, "weight", 0) + 1
+        return self.inner(x).sum()
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_notes_that_forward_makes_on_an_argument_are_refused(one: DeviceMesh, deletes: bool) -> None:
+    (x := torch.randn(3, 4)).weight = 2
+    with pytest.raises(TraceError, match=r"forward changes \.weight of its argument \['x'\]"):
+        autopar.compile(Counting(deletes), one)(x)
+    assert x.weight == 2

@@ -62,6 +62,7 @@ def rows_of_rows(h: Tensor) -> Tensor:
     further = rows[rows[:, 1] > 0]
     further += 1
     rows[rows[:, 2] > 0] = 0.5
+    rows[rows > 1.5] = 1.5
     rows.masked_fill_(rows < 0, 0.25)
     return rows.square().sum() + further.square().sum()
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
+from autopar import TraceError
 from tests.processes.compare import both_backward
 
 
@@ -104,3 +105,30 @@ def test_arrays_of_tensors_are_arrays(one: DeviceMesh) -> None:
     plain, x = Arrays(), torch.randn(3, 4)
     (_, wanted), (_, ours) = plain(x), autopar.compile(copy.deepcopy(plain), one)(x)
     assert len(ours) == len(wanted) == 1 and np.allclose(ours[0], wanted[0], atol=1e-6)
+
+
+class Keeps(nn.Module):
+    def __init__(self, kept: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.kept, self.inner, self.last, self.log, self.table = kept, nn.Linear(4, 4), None, [], {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.inner(x)
+        self.kept(self, made[made[:, 0] > 0])
+        return made.sum()
+
+
+KEPT: dict[str, Callable[[Any, Tensor], None]] = {
+    "last": lambda model, rows: setattr(model, "last", rows.detach()),
+    "log": lambda model, rows: model.log.append(rows[:, 0].tolist()),
+    "table": lambda model, rows: model.table.update(rows={"of": (rows, 3)}),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_rows_that_forward_keeps_are_refused(name: str, one: DeviceMesh) -> None:
+    model = Keeps(KEPT[name])
+    parallel = autopar.compile(model, one)
+    with pytest.raises(TraceError, match=rf"keeps rows that a mask picks, or a list of them, in self\.{name}"):
+        parallel(torch.randn(5, 4))
+    assert parallel.last is None and not parallel.log and not parallel.table
