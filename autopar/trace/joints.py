@@ -31,7 +31,7 @@ MAY_FAIL = (ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)  # of numbers that the part
 class Part:
     """A part of a condition that is asked now. `place`: line and column of all of it; `number`: which part it is;
     `truth`: the answer with which it is true; `goes_on`: the one with which the next part is asked; `settles`: of the
-    last one, the answer with which all is true then; `whole`: the condition, with numbers in the place of its parts.
+    last one, the answer with which all is true then; `whole`: how parts are put together.
     """
 
     place: tuple[int, int]
@@ -48,18 +48,22 @@ class Part:
     def together(self, truths: Mapping[int, Tensor]) -> Tensor:
         """The truth of all parts, of those that were asked: the others are as the next one needs them."""
         made = _together(self.whole, truths)
-        assert made is not None
+        assert isinstance(made, Tensor)  # which the last one decides
         return made
 
 
-def _together(one: Any, truths: Mapping[int, Tensor]) -> Tensor | None:
-    if isinstance(one, int):
-        return truths.get(one)
+def _together(one: Any, truths: Mapping[int, Tensor]) -> Tensor | bool:
     name, *inner = one
-    found = [made for part in inner if (made := _together(part, truths)) is not None]
-    if not found:
-        return None
-    return found[0].logical_not() if name == "not" else reduce(operator.and_ if name == "and" else operator.or_, found)
+    if name == "part":
+        number, goes_on = inner
+        return truths.get(number, goes_on)
+    found = [_together(part, truths) for part in inner]
+    if name == "not":
+        return not found[0] if isinstance(found[0], bool) else found[0].logical_not()
+    settles, tensors = name == "or", [made for made in found if not isinstance(made, bool)]
+    if settles in [made for made in found if isinstance(made, bool)]:
+        return settles
+    return reduce(operator.or_ if settles else operator.and_, tensors) if tensors else not settles
 
 
 @lru_cache(maxsize=1024)
@@ -106,7 +110,7 @@ def _parts(test: ast.expr, goes_on: bool, parts: list[tuple[ast.expr, bool]]) ->
             )
         case _:
             parts.append((test, goes_on))
-            return len(parts) - 1
+            return "part", len(parts) - 1, goes_on
 
 
 def is_needed(code: CodeType, at: int) -> bool:

@@ -222,14 +222,14 @@ def _refuse_rows(modules: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def _holds_rows(value: Any, seen: set[int]) -> bool:
+def _holds_rows(value: Any, seen: set[int], depth: int = 6) -> bool:
     if type(value) in (Picked, Listed, Ahead):
         return True
-    if isinstance(value, (Tensor, nn.Module, Number, *SCALARS)) or id(value) in seen:
+    if isinstance(value, (Tensor, nn.Module, Number, *SCALARS)) or id(value) in seen or not depth:
         return False
     seen.add(id(value))
     parts = [*(own_names(value) or {}).values()] or few_in(value)
-    return any(_holds_rows(part, seen) for part in parts)
+    return any(_holds_rows(part, seen, depth - 1) for part in parts)
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:

@@ -65,6 +65,17 @@ def known_too(model: Any, h: Tensor) -> Tensor:
     return loss
 
 
+def known_within(model: Any, h: Tensor) -> Tensor:
+    loss, never = h.mean(), not model.training
+    if (h.max() > 0.5 and never) or h.min() < -1.5:
+        loss = loss * 3
+    if (h.max() > 0.5 or never) and h.min() < -1:
+        loss = loss + 2
+    if h.max() > 0.5 and not (never or h.min() > -1):
+        loss = loss * h.std()
+    return loss
+
+
 def of_rows(model: Any, h: Tensor) -> Tensor:
     high, low, loss = h[h[:, 0] > 1], h[h[:, 0] < -1], h.mean()
     if len(high) > 0 and len(low) > 0:
@@ -113,8 +124,8 @@ def spread(model: Any, h: Tensor) -> Tensor:
 FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     one.__name__: one
     for one in (
-        either, both_or_else, neither, in_a_loop, returns, known_too, of_rows, chooses, nested, nested_in_a_loop,
-        spread,
+        either, both_or_else, neither, in_a_loop, returns, known_too, known_within, of_rows, chooses, nested,
+        nested_in_a_loop, spread,
     )
 }  # fmt: skip
 
@@ -129,7 +140,9 @@ class Model(nn.Module):
         return self.form(self, self.inner(x))
 
 
-@pytest.mark.parametrize("name", quick_ones(FORMS, ("either", "both_or_else", "returns", "nested", "spread")))
+@pytest.mark.parametrize(
+    "name", quick_ones(FORMS, ("either", "both_or_else", "returns", "nested", "known_within", "spread"))
+)
 def test_they_are_as_on_one_process(name: str, one: DeviceMesh) -> None:
     torch.manual_seed(1)
     plain = Model(FORMS[name])
