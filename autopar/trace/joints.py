@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autopar.trace.bodies import Body, asks_at, body_of
 from autopar.trace.conditions import SEVERAL, wanted_of
+from autopar.trace.converted import DRAWN
 from autopar.trace.reading import holds
 
 # What may be computed where the code of a script would not.
@@ -73,8 +74,11 @@ def part_of(code: CodeType, at: int) -> Part | None:
     """
     function, opname, place = asks_at(code, at)
     choices = (ast.If, ast.IfExp)
-    tests = [one.test for one in ast.walk(function) if isinstance(one, choices)] if function is not None else []
-    test = next((one for one in tests if holds(one, place)), None)
+    every = [one for one in ast.walk(function) if isinstance(one, choices)] if function is not None else []
+    choice = next((one for one in every if holds(one.test, place)), None)
+    if isinstance(choice, ast.If) and isinstance(choice.body[-1], ast.Raise):  # a check
+        return None
+    test = choice and choice.test
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test = test.operand
     if not isinstance(test, ast.BoolOp):
@@ -130,7 +134,11 @@ def _is_method(call: ast.Call) -> bool:
     """Whether it is one of a tensor, or a function of torch, that changes nothing."""
     match call.func:
         case ast.Attribute(attr=name):
-            return not name.endswith("_") and (hasattr(torch.Tensor, name) or hasattr(torch, name))
+            return (
+                not name.endswith("_")
+                and not DRAWN.fullmatch(name)
+                and (hasattr(torch.Tensor, name) or hasattr(torch, name))
+            )
         case ast.Name("len" | "abs" | "float" | "int" | "bool"):
             return True
         case _:

@@ -40,7 +40,7 @@ def over_rows(name: str, rows: Picked, options: Mapping[str, Any]) -> Any:
     if name in ("var", "std"):
         rows = rows.origins.checks.branches.guarded(rows)  # of one row it has no gradient, which zero is not, either
         mean = rows.kept().sum(over) / rows.count
-        found = (rows.kept(rows.dense - mean) ** 2).sum(over) / (rows.count - correction)
+        found = (rows.kept(rows.dense - mean) ** 2).sum(over) / (rows.count - correction).clamp(min=0)
         return found if name == "var" else rooted(found)
     if not rows.dense.is_floating_point():
         raise refused(f"{name} of whole numbers over rows")

@@ -43,7 +43,7 @@ def whole(name: str, first: Picked, args: Sequence[Any], kwargs: dict[str, Any])
             correction = kwargs.get("correction", less)
             first = first.origins.checks.branches.guarded(first)  # as over rows
             mean = first.kept().sum() / first.numel().tensor
-            found = (first.kept(value - mean) ** 2).sum() / (first.numel().tensor - correction)
+            found = (first.kept(value - mean) ** 2).sum() / (first.numel().tensor - correction).clamp(min=0)
             return found if name == "var" else rooted(found)
         case _:
             raise refused(name)

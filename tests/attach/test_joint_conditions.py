@@ -121,11 +121,17 @@ def spread(model: Any, h: Tensor) -> Tensor:
     return loss
 
 
+def of_no_row(model: Any, h: Tensor) -> Tensor:
+    """Nor is there any of none."""
+    rows = h[h[:, 0] > 100]
+    return rows.std(0).nan_to_num(7.0).sum() + rows.var().nan_to_num(2.0) + rows[:, 1].std().nan_to_num(3.0) + h.mean()
+
+
 FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     one.__name__: one
     for one in (
         either, both_or_else, neither, in_a_loop, returns, known_too, known_within, of_rows, chooses, nested,
-        nested_in_a_loop, spread,
+        nested_in_a_loop, spread, of_no_row,
     )
 }  # fmt: skip
 
@@ -169,7 +175,19 @@ def divides(model: Any, h: Tensor) -> Tensor:
     return h.sum()
 
 
-@pytest.mark.parametrize("form", [ends_with_what_is_known, divides])
+def draws(model: Any, h: Tensor) -> Tensor:
+    if h.sum() > 0 or torch.rand(()) > 0.5:
+        h = h * 2
+    return h.mean()
+
+
+def raises(model: Any, h: Tensor) -> Tensor:
+    if (h.min() < -30 and h.max() > 30) or h.max() > 80:
+        raise ValueError("too large")
+    return h.mean()
+
+
+@pytest.mark.parametrize("form", [ends_with_what_is_known, divides, draws, raises])
 def test_what_need_not_be_asked_is_refused(form: Callable[[Any, Tensor], Tensor], one: DeviceMesh) -> None:
     with pytest.raises(TraceError, match=r"asks several things"):
         autopar.compile(Model(form), one)(torch.randn(3, 4).double())
