@@ -146,6 +146,7 @@ class Model(nn.Module):
         return self.form(self, self.inner(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0")
 @pytest.mark.parametrize(
     "name", quick_ones(FORMS, ("either", "both_or_else", "returns", "nested", "known_within", "spread"))
 )
