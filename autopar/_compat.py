@@ -150,6 +150,28 @@ def keeping_grad_modes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def checking_truths(tensor_of: Callable[[Any], torch.Tensor | None]) -> Iterator[None]:
+    """Inside, `torch._check` and `torch._check_with` (of transformers' models of images and text) take what stands for
+    a truth, as a tensor: `tensor_of` gives that, or None for all else.
+    """
+    check, check_with = torch._check, torch._check_with
+
+    def of_any(cond: Any, message: Any = None) -> None:
+        made = tensor_of(cond)
+        check(cond, message) if made is None else torch._check_tensor_all(made, message)
+
+    def of_any_with(error: type[Exception], cond: Any, message: Any = None) -> None:
+        made = tensor_of(cond)
+        check_with(error, cond, message) if made is None else torch._check_tensor_all_with(error, made, message)
+
+    torch._check, torch._check_with = of_any, of_any_with
+    try:
+        yield
+    finally:
+        torch._check, torch._check_with = check, check_with
+
+
+@contextlib.contextmanager
 def scripted_as_written() -> Iterator[None]:
     """Inside, functions of torch.jit.script run operator by operator. Once they have run, they have a plan otherwise,
     with a backward of its own, which is none of the graph that is traced.
@@ -251,6 +273,7 @@ __all__ = [
     "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
     "check_tensor_all_with",
+    "checking_truths",
     "cuda_sleep",
     "default_store",
     "distribute_tensors",

@@ -277,6 +277,14 @@ def check_keeping_grad_modes() -> None:
         assert modes() == [False]
 
 
+def check_checking_truths() -> None:
+    with (
+        _compat.checking_truths({"true": torch.tensor(True), "no": torch.tensor(False)}.get),
+        pytest.raises(ValueError),
+    ):
+        torch._check("true"), torch._check_with(ValueError, "no", lambda: "told")
+
+
 def check_without_torch_function() -> None:
     held = torch.ones(2).as_subclass(Told)
     assert held + 1 == "told"
@@ -285,9 +293,8 @@ def check_without_torch_function() -> None:
 
 
 def check_with_torch_function() -> None:
-    held = torch.ones(2).as_subclass(Told)
     with _compat.without_torch_function(), _compat.with_torch_function():
-        assert held + 1 == "told"
+        assert torch.ones(2).as_subclass(Told) + 1 == "told"
 
 
 def check_total_norm() -> None:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autopar._compat import (
     FakeTensorMode,
     aot_export_joint_with_descriptors,
+    checking_truths,
     keeping_grad_modes,
     pytree,
     scripted_as_written,
@@ -71,6 +72,7 @@ from autopar.trace.modules import (
     leaving_modules,
     sparse_buffers,
 )
+from autopar.trace.numbers import Number
 from autopar.trace.outputs import returning, settle
 from autopar.trace.outside import states_outside, undrawn, unlike
 from autopar.trace.plain_norm import make_traceable, synced
@@ -307,6 +309,7 @@ def _exported(
             setting.drawing.standing(copy.model),
             functions_kept() as functions,
             variables_seen(),
+            checking_truths(lambda one: one.tensor if type(one) is Number else None),
             distributions_as_they_come(),
             masks_left_out(copy.notes, copy.caches),
             experts_kept(),
