@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.errors import TraceError
+from autopar.trace.builtin import STOOD_FOR
 from autopar.trace.calls import flatten_inputs, with_argument
 from autopar.trace.changed import with_copies
 from autopar.trace.checks import Check
@@ -29,13 +30,11 @@ from autopar.trace.given import GivenBack, Rewritten, given_in, rewritten
 from autopar.trace.independent import holds_fakes
 from autopar.trace.installed import hung_on, take_back
 from autopar.trace.left import is_kept, is_made
-from autopar.trace.masked import Picked
 from autopar.trace.modules import HOOKS, OF_EVERY_MODULE
 from autopar.trace.numbers import TEXT, Array, Number
 from autopar.trace.reads import Reads
 from autopar.trace.records import make_known, make_states_known
 from autopar.trace.sharing import NOWHERE, Memory
-from autopar.trace.standing import Ahead, Listed
 from autopar.trace.values import MISSING, SCALARS, copied, few_in, own_names
 
 
@@ -223,10 +222,10 @@ def _refuse_rows(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _holds_rows(value: Any, seen: set[int], depth: int = 6) -> bool:
-    if type(value) in (Picked, Listed, Ahead):
-        return True
     if isinstance(value, (Tensor, nn.Module, Number, *SCALARS)) or id(value) in seen or not depth:
         return False
+    if type(value) in STOOD_FOR:
+        return True
     seen.add(id(value))
     parts = [*(own_names(value) or {}).values()] or few_in(value)
     return any(_holds_rows(part, seen, depth - 1) for part in parts)

@@ -26,9 +26,7 @@ def name_of(func: Any) -> str:
 def in_place(func: Any, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     """What gives the values that `func` writes to its first argument; None: it writes none."""
     told = getattr(func, "__name__", str(func))
-    if kwargs.get("inplace"):
-        return func
-    if told.strip("_") in GIVEN:
+    if kwargs.get("inplace") or (told.endswith("_") and told.strip("_") in GIVEN):  # `torch.fill` makes another
         return func
     if _is_of_python_in_place(told):
         return getattr(torch.Tensor, f"__{told.strip('_')[1:]}__")

@@ -130,3 +130,8 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 def test_other_rows_are_refused(name: str, one: DeviceMesh) -> None:
     with pytest.raises(TraceError, match=r"(in place.* of such rows|rows of two masks)"):
         autopar.compile(Model(WRONG[name]), one)(torch.randn(8, 6).double())
+
+
+def test_a_function_that_makes_others_writes_to_none(one: DeviceMesh) -> None:
+    with pytest.raises(TraceError, match="and fill of such rows is not understood"):
+        autopar.compile(Model(lambda h: torch.fill(h[h[:, 0] > 0], 2.0).sum()), one)(torch.randn(8, 6).double())
