@@ -168,8 +168,9 @@ def _effect(one: ast.AST, own: frozenset[str], aliases: set[str]) -> str | None:
             return f"it writes to {ast.unparse(base)}"
         case ast.AugAssign(target=ast.Name(name), value=value) if name not in own and isinstance(value, DISPLAYS):
             return f"it adds to {name}"
-        case ast.AugAssign(target=ast.Name(name)) if name in aliases:
-            return f"it adds to {name}, another name of something"
+        case ast.AugAssign(ast.Name(name), op, value) if name in aliases:  # `x = h[0]; x += 1` adds to h
+            instead = ast.unparse(ast.BinOp(ast.Name(name), op, value))
+            return f"it changes {name} in place, which may be a part of something else: write {name} = {instead}"
         case ast.Expr(ast.Call(ast.Attribute(base, name))) if name in AS_STATEMENTS and not _is_own(base, own):
             return f"it calls .{name}()"
         case ast.Call(ast.Attribute(base, name)) if name in CHANGES and not _is_own(base, own):

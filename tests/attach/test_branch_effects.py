@@ -181,7 +181,7 @@ def adds_to_another_name(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor
 NOT = {
     activated_in_place: r"forward writes to a tensor at .*not by a method of it \(out=, inplace=True",
     written_by_a_helper: "forward writes to a tensor",
-    adds_to_another_name: "as it adds to mine, another name of something",
+    adds_to_another_name: r"as it changes mine in place, which may be a part of something else: write mine = mine \+",
     logs_in_an_expression: r"as it calls \.pop\(\)",
     goes_on_with_an_iterator: "as it goes on with places, which is an iterator",
     a_turn_behind: "'place', which it assigns, may be read outside of it",
