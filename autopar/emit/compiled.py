@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autopar.emit import moves
+from autopar.emit.at_once import at_once
 from autopar.emit.sends import arrived, begun, peers
 
 assert moves  # imported for what it registers
@@ -22,8 +23,13 @@ C10D, OURS = torch.ops._c10d_functional, torch.ops.autopar
 SENDS = {getattr(OURS, send).default: send for send in ("shift", "mirror")}
 
 
-def compiled(function: fx.GraphModule, backend: Any = "inductor", *, fullgraph: bool = False) -> Callable[..., Any]:
-    """The function, in which sends and copies are such that nobody writes to what they read."""
+def compiled(
+    function: fx.GraphModule, backend: Any = "inductor", *, one_at_a_time: bool, fullgraph: bool = False
+) -> Callable[..., Any]:
+    """The function, in which sends and copies are such that nobody writes to what they read.
+
+    `one_at_a_time`: as `emit` has made it; so it stays.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(function.graph, {}))
     for node in graph.find_nodes(op="call_function", target=C10D.all_reduce_.default):
@@ -31,6 +37,8 @@ def compiled(function: fx.GraphModule, backend: Any = "inductor", *, fullgraph: 
         node.target = C10D.all_reduce.default
     for node in graph.find_nodes(op="call_function", target=OURS.store.default):
         node.target = OURS.store_copied.default
+    if one_at_a_time:
+        at_once(graph)
     for target in SENDS:
         for node in graph.find_nodes(op="call_function", target=target):
             _send(node)

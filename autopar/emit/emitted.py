@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx
@@ -51,12 +52,11 @@ class Emitted:
             return [*saved]
         return [one.clone() if isinstance(one, Tensor) else one for one in saved]
 
-    def compiled(self) -> Emitted:
-        """The same program with both parts compiled by inductor at their first call."""
+    def compiled(self, one_at_a_time: bool) -> Emitted:
+        """The program with both parts compiled by inductor at their first call. `one_at_a_time`: as `emit` has it."""
+        made = partial(compiled, one_at_a_time=one_at_a_time)
         return replace(
-            self,
-            forward=compiled(self.forward),
-            backward=None if self.backward is None else compiled(self.backward),
+            self, forward=made(self.forward), backward=None if self.backward is None else made(self.backward)
         )
 
     @property

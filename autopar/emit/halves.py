@@ -30,13 +30,13 @@ class Halves:
     weights: Callable[..., Sequence[Any]]
     first: tuple[int, ...]
 
-    def compiled(self) -> Halves:
-        """Both compiled by inductor at their first call."""
+    def compiled(self, one_at_a_time: bool) -> Halves:
+        """Both compiled by inductor at their first call. `one_at_a_time`: as the program was made."""
         assert isinstance(self.inputs, fx.GraphModule) and isinstance(self.weights, fx.GraphModule)
         return replace(
             self,
-            inputs=compiled(self.inputs),
-            weights=compiled(self.weights),
+            inputs=compiled(self.inputs, one_at_a_time=one_at_a_time),
+            weights=compiled(self.weights, one_at_a_time=one_at_a_time),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.emit import emit
+from autopar.emit.at_once import AT_ONCE
 from autopar.emit.compiled import compiled
 from autopar.emit.groups import name_groups
 from autopar.emit.run_all_ranks import fake_ranks
@@ -40,12 +42,13 @@ def forgotten() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def run_whole(plan: Plan, backend: Any = "eager") -> int:
+def run_whole(plan: Plan, backend: Any = "eager", one_at_a_time: bool = False) -> int:
     """The number of functions that ran. Raises torch._dynamo's Unsupported where one is more than one graph.
 
-    `backend`: "aot_eager" does with the graph what is done before inductor writes kernels.
+    `backend`: "aot_eager" does with the graph what is done before inductor writes kernels. `one_at_a_time`: as on CPUs.
     """
     mesh = plan.mesh
+    whole = partial(compiled, backend=backend, one_at_a_time=one_at_a_time, fullgraph=True)
 
     def piece(type: TensorType | None, layout: Layout) -> Tensor:
         assert type is not None
@@ -57,17 +60,17 @@ def run_whole(plan: Plan, backend: Any = "eager") -> int:
         return piece(plan.graph.by_name[name].outputs[0], plan.choices[name].gives[0])
 
     with fake_ranks(mesh) as device_mesh, torch.no_grad():
-        program = emit(plan, name_groups({}, plan.groups(), device_mesh, mesh))
+        program = emit(plan, name_groups({}, plan.groups(), device_mesh, mesh), one_at_a_time=one_at_a_time)
         own = [torch.zeros((), dtype=torch.int64) for _ in mesh.groups]
         if program.drawing:
             own.append(seeds(0, 0, pieces_of(program.drawing, mesh, mesh.coordinate(0))))
-        forward = compiled(program.forward, backend, fullgraph=True)
+        forward = whole(program.forward)
         outputs = forward(*(source(node.name) for node in program.inputs), *own)
         if program.backward is None:
             return 1
         so_far = [None if t is None else torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in program.added_up]
         saved = list(outputs[len(program.results) :])
-        backward = compiled(program.backward, backend, fullgraph=True)
+        backward = whole(program.backward)
         backward(saved, *(source(node.name) for node in program.tangents), *own, *([so_far] if so_far else []))
     return 2
 
@@ -105,6 +108,25 @@ def test_what_is_compiled_has_no_operator_whose_operand_a_compiler_may_lend_out(
     called = Counter(node.target for graph in given for node in graph.graph.nodes if node.op == "call_function")
     assert called[OURS.store_copied.default] > 0 and called[OURS.fetch.default] > 0
     assert not called.keys() & {OURS.store.default, OURS.shift.default, OURS.mirror.default}
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_on_cpus_a_collective_is_one_operator_with_its_wait(name: str) -> None:
+    """Each takes what the one before has made: inductor can neither move a wait away nor change the order."""
+    given: list[fx.GraphModule] = []
+
+    def looked_at(graph: fx.GraphModule, _: object) -> fx.GraphModule:
+        given.append(graph)
+        return graph
+
+    plan = replace(PlanSampler(family(name).graph, mesh_of(2)).draw(3), bucket_bytes=1 << 20, prefetch=1)
+    assert run_whole(plan, looked_at, one_at_a_time=True) == 2
+    for graph in given:
+        ones = [node for node in graph.graph.nodes if node.target in AT_ONCE.values()]
+        assert len(ones) > 1 and ones[0].args[1] is None
+        for one, before in zip(ones[1:], ones, strict=False):
+            assert isinstance(token := one.args[1], fx.Node) and token.args == (before, 1)
+        assert not any("_c10d_functional" in str(node.target) for node in graph.graph.nodes)
 
 
 @pytest.mark.parametrize("name", ["mlp", "block", "llama"])
