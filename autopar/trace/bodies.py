@@ -24,6 +24,7 @@ NOTHING = frozenset[str]()
 VALUE = ".value"  # a name that nobody has
 OF_A_FRAME = (ast.Continue, ast.Break, ast.Return, ast.Yield, ast.YieldFrom, ast.Await)
 ASKS_MORE = "its condition asks several things"
+LATER = "its condition assigns {!r} behind something that it asks, and what reads that stands outside of it"
 NO_IF = "no if asks it"
 MORE = (
     "it appends to {!r}, with which the function does more than ask for len(), add it up by sum(), or put it together "
@@ -163,7 +164,7 @@ def _of(branch: ast.If, function: ast.FunctionDef, code: CodeType, asks: tuple[s
     if any(isinstance(part, OF_A_FRAME) for one in other for part in ast.walk(one)):
         return "it has an else that ends something"
     body = _body(inside, other, function, wanted, ends=ends)
-    return body if isinstance(body, str) else _asked_in(body, branch.test, branch.lineno, asks, truth)
+    return body if isinstance(body, str) else _asked_in(body, branch.test, branch.lineno, asks, truth, function)
 
 
 def _of_loop(
@@ -187,7 +188,8 @@ def _of_loop(
     body = _body([loop], ahead, function, wanted, ends={ast.Break})
     if isinstance(body, str):
         return body
-    return replace(_asked_in(body, ends.test, loop.lineno, asks, truth), breaks=True)
+    body = _asked_in(body, ends.test, loop.lineno, asks, truth, function)
+    return body if isinstance(body, str) else replace(body, breaks=True)
 
 
 def _behind(block: Sequence[ast.stmt], branch: ast.If | ast.For) -> list[ast.stmt] | None:
@@ -216,11 +218,34 @@ def _behind_all(branch: ast.If, function: ast.FunctionDef) -> list[ast.stmt] | N
     return None
 
 
-def _asked_in(body: Body, test: ast.expr, line: int, asks: tuple[str, tuple[int, int]], truth: bool) -> Body:
+def _asked_in(
+    body: Body, test: ast.expr, line: int, asks: tuple[str, tuple[int, int]], truth: bool, function: ast.FunctionDef
+) -> Body | str:
     joint = [part for part in ast.walk(test) if isinstance(part, ast.BoolOp)]
+    if (name := _assigned_later(joint, asks[1], body, function)) is not None:
+        return LATER.format(name)
     rest = rest_of(test, asks[1], truth) or ()
     is_last = all(not holds(value, asks[1]) for part in joint for value in part.values[: -1 - len(rest)])
     return replace(body, line=line, is_joint=bool(joint), is_last=is_last, rest=rest)
+
+
+def _assigned_later(
+    joint: Sequence[ast.BoolOp], place: tuple[int, int], body: Body, function: ast.FunctionDef
+) -> str | None:
+    """A name that a part of a condition behind that place assigns, and somebody reads who is neither in the condition
+    nor in the branch.
+    """
+    later = list[ast.expr]()
+    for one in joint:
+        at = next((at for at, value in enumerate(one.values) if holds(value, place)), len(one.values))
+        later += one.values[at + 1 :]
+    names = {one.target.id for part in later for one in ast.walk(part) if isinstance(one, ast.NamedExpr)}
+    for one in ast.walk(function) if names else ():
+        if isinstance(one, ast.Name) and one.id in names and isinstance(one.ctx, ast.Load):
+            at = one.lineno, one.col_offset
+            if not body.first <= at < body.last and not any(holds(test, at) for test in joint):
+                return one.id
+    return None
 
 
 def _rest(
@@ -268,8 +293,8 @@ def _rest(
     until = body.last[0] if gives or last is None or (behind[:-1] and not is_within) else last.lineno - 1
     body = replace(body, assigned=names - {VALUE}, of_other=names, gives=gives, is_rest=True, until=until)
     loop = behind[0] if behind and holds(behind[0], (branch.lineno, branch.col_offset)) else None
-    body = _asked_in(body, branch.test, (loop or branch).lineno, asks, False)
-    return replace(body, breaks=loop is not None)
+    body = _asked_in(body, branch.test, (loop or branch).lineno, asks, False, function)
+    return body if isinstance(body, str) else replace(body, breaks=loop is not None)
 
 
 def _of_choice(
@@ -290,7 +315,7 @@ def _of_choice(
             return body
         gives, until = calls_of(code, side), choice.end_lineno or 0
         body = replace(body, assigned=NOTHING, of_other=frozenset((VALUE,)), gives=gives, until=until)
-        return _asked_in(body, choice.test, choice.lineno, asks, truth)
+        return _asked_in(body, choice.test, choice.lineno, asks, truth, function)
     return ASKS_MORE
 
 
@@ -311,7 +336,7 @@ def _of_names(choice: ast.IfExp, function: ast.FunctionDef, asks: tuple[str, tup
                     return body
                 names = frozenset((name,))
                 body = replace(body, assigned=names, of_other=names, until=one.end_lineno or 0)
-                return _asked_in(body, choice.test, one.lineno, asks, True)
+                return _asked_in(body, choice.test, one.lineno, asks, True, function)
             case _:
                 pass
     return "neither of the two is computed there"

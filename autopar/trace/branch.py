@@ -78,8 +78,9 @@ class Branch:
     @property
     def is_asking(self) -> bool:
         """Whether the rest of its condition is asked now."""
-        at = -1 if self.frame is None else self.frame.f_lasti
-        return self.asked_at < at and places_of(self.frame.f_code)[at // 2] < self.body.first if self.frame else False
+        if self.frame is None or not self.body.is_joint or self.frame.f_lasti <= self.asked_at:
+            return False
+        return (self.body.line, 0) <= places_of(self.frame.f_code)[self.frame.f_lasti // 2] < self.body.first
 
     @property
     def where(self) -> str:

@@ -287,7 +287,7 @@ class Branches:
         here = list[Branch]()
         for key, one in self._begun.items():
             is_there = one.frame is None or id(one.frame) in running
-            if is_there and one.is_running:
+            if is_there and (one.is_running or one.is_asking):
                 here.append(one)
             # What is left may be gone into again, by a truth that is known; what is watched ends when its code goes on.
             if is_there and (here[-1:] == [one] or one.body.is_watched):

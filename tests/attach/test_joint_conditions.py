@@ -192,3 +192,111 @@ def raises(model: Any, h: Tensor) -> Tensor:
 def test_what_need_not_be_asked_is_refused(form: Callable[[Any, Tensor], Tensor], one: DeviceMesh) -> None:
     with pytest.raises(TraceError, match=r"asks several things"):
         autopar.compile(Model(form), one)(torch.randn(3, 4).double())
+
+
+class Norms(nn.Module):
+    """Later parts of its conditions leave something behind, where they are asked."""
+
+    seen: Tensor
+
+    def __init__(self, form: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.form, self.calls, self.inner, self.norm = form, 0, nn.Linear(4, 4).double(), nn.BatchNorm1d(4).double()
+        self.log: list[int] = []
+        self.register_buffer("seen", torch.zeros(4).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self, self.inner(x))
+
+    def is_new(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen.mul_(0.5).add_(h.mean(0))
+        return self.seen.max() > 0.1
+
+    def is_early(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        return h.max() > 1
+
+    def is_high(self, h: Tensor) -> Tensor:
+        if h.max() > 0.6:
+            h = self.norm(h)
+        return h.max() > 1.3
+
+
+def normalises(model: Norms, h: Tensor) -> Tensor:
+    if h.sum() > 0 and h.max() > 0.5 and model.norm(h).max() > 1.4:
+        h = h * 2
+    return h.square().mean()
+
+
+def writes(model: Norms, h: Tensor) -> Tensor:
+    if h.sum() > 0 and model.is_new(h):
+        h = h * 2
+    return h.square().mean()
+
+
+def branches_itself(model: Norms, h: Tensor) -> Tensor:
+    for row in range(2):
+        if h.sum() > row and model.is_high(h):
+            h = h * 2
+    return h.square().mean()
+
+
+def names(model: Norms, h: Tensor) -> Tensor:
+    if (most := h.max()) > 1.5 and (normed := model.norm(h)).max() > 1.4:
+        h = h * most + normed
+    return h.square().mean() + most
+
+
+WRITING = {one.__name__: one for one in (normalises, writes, branches_itself, names)}
+
+
+@pytest.mark.parametrize("name", quick_ones(WRITING, ("normalises", "writes")))
+def test_what_a_later_part_writes_to_is_as_on_one_process(name: str, one: DeviceMesh) -> None:
+    torch.manual_seed(1)
+    plain = Norms(WRITING[name])
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for step in range(6):
+        torch.manual_seed(step)
+        for model in (plain, parallel):
+            model.zero_grad()
+        both_backward(plain, parallel, torch.randn(4, 4).double() * (1 + step % 4), within=1e-12)
+        same_gradients(plain, parallel)
+        for (_, buffer), (_, wanted) in zip(parallel.named_buffers(), plain.named_buffers(), strict=True):
+            torch.testing.assert_close(buffer, wanted, rtol=1e-12, atol=1e-12)
+    asked = int(plain.norm.num_batches_tracked) if name != "writes" else plain.seen.count_nonzero().item() // 4
+    assert 0 < asked < 12  # not in every step
+
+
+def counts(model: Norms, h: Tensor) -> Tensor:
+    if h.sum() > 0 and model.is_early(h):
+        h = h * 2
+    return h.mean()
+
+
+def named_and_read_outside(model: Norms, h: Tensor) -> Tensor:
+    other = h
+    if h.sum() > 0 and (other := h * 2).max() > 1:
+        h = h * 2
+    return (h + other).mean()
+
+
+def chosen_and_read_outside(model: Norms, h: Tensor) -> Tensor:
+    other = h
+    h = h * 2 if h.sum() > 0 and (other := h * 2).max() > 1 else h
+    return (h + other).mean()
+
+
+@pytest.mark.parametrize(
+    "form, told",
+    [
+        (counts, r"is_early .*sets \.calls"),
+        (named_and_read_outside, "assigns 'other' behind something"),
+        (chosen_and_read_outside, "assigns 'other' behind something"),
+    ],
+)
+def test_else_what_a_later_part_leaves_is_refused(
+    form: Callable[[Any, Tensor], Tensor], told: str, one: DeviceMesh
+) -> None:
+    with pytest.raises(TraceError, match=told):
+        autopar.compile(Norms(form), one)(torch.randn(3, 4).double())
