@@ -59,11 +59,12 @@ SAME, TURNED = frozenset(("all", "any", "logical_or", "or", "logical_and", "and"
 
 @dataclass(frozen=True)
 class Count:
-    """How many a mask of that number picks; `is_of_rows`: that was asked of the rows themselves."""
+    """How many a mask, of the number `rows`, picks; `is_of_rows`: that was asked of the rows themselves."""
 
     number: Tensor
     rows: int
     is_of_rows: bool
+    mask: Tensor
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Checks:
         if len(args) == 2 and id(args[0]) in self._counts and (name, args[1]) in SOME | NONE:
             self._there[id(result)] = result, (name, args[1]) in SOME, self._counts[id(args[0])]
         if name in ("sum", "count_nonzero") and len(args) == 1 and not kwargs and args[0].dtype == torch.bool:
-            self._counts[id(result)] = Count(result, self.origins.rows(args[0]), False)
+            self._counts[id(result)] = Count(result, self.origins.rows(args[0]), False, args[0])
         elif name in ("detach", "clone", "reshape", "to", "long", "int") and id(args[0]) in self._counts:
             self._counts[id(result)] = replace(self._counts[id(args[0])], number=result)
         if name in EXPECTED:
@@ -256,11 +257,16 @@ class Checks:
         """`len` of what has so many, where code of that frame asks: some, in a branch that is taken by that."""
         return 1 if self.ask_for_rows(count > 0, rows, frame) else self.number(count)
 
-    def is_count(self, number: Tensor, rows: int) -> None:
-        """That this is how many rows a mask of that number picks. Where code of a package asks whether there are any,
+    def is_count(self, number: Tensor, rows: int, mask: Tensor) -> None:
+        """That this is how many rows a mask, of that number, picks. Where code of a package asks whether there are any,
         which nobody can write otherwise, there are.
         """
-        self._counts[id(number)] = Count(number, rows, True)
+        self._counts[id(number)] = Count(number, rows, True, mask)
+
+    def counted(self, number: Tensor) -> tuple[Tensor, int] | None:
+        """The mask, and its number, that picks so many rows; None: it is another number, or the mask has changed."""
+        count = self._counts.get(id(number))
+        return count and (count.mask, count.rows) if count and self.origins.rows(count.mask) == count.rows else None
 
     def are_of_same_rows(self, one: Tensor, other: Tensor) -> bool:
         """Whether both say how many rows the same mask picks."""

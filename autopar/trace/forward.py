@@ -20,7 +20,6 @@ from autopar._compat import FakeTensor, outside_modes, pytree
 from autopar.errors import TraceError
 from autopar.trace.ambient import inference_without_gradients
 from autopar.trace.assignments import assigning
-from autopar.trace.builtin import math_of_numbers
 from autopar.trace.calls import flatten_inputs, with_argument
 from autopar.trace.checked import checked
 from autopar.trace.checks import Checks
@@ -49,11 +48,12 @@ from autopar.trace.recurrent import kept_as_loops, with_states_as_given
 from autopar.trace.refused import refuse, refuse_sparse
 from autopar.trace.sharing import seen
 from autopar.trace.sized import counted_now, of_values, takes_sizes, with_sizes
+from autopar.trace.sized_by_rows import taking_numbers
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
 from autopar.trace.taken import taken_out, takes_out
 from autopar.trace.tensor_notes import as_noted
 from autopar.trace.values import is_torchs
-from autopar.trace.windows import Windows, rolling_by_numbers
+from autopar.trace.windows import Windows
 from autopar.trace.written_out import copied, with_condition, with_limits, written_out
 
 REPLACED: dict[Any, Callable[..., Any]] = {
@@ -107,7 +107,7 @@ def watch_forward(
             watch.registered |= set(map(id, tensors_in([*numbers.values()])))  # whose memory may be written to, too
             watch.origins.are_arguments(arguments := flatten_inputs(args, kwargs)[0], reads.asked.arguments.values)
             with (
-                watch, standing(numbers, modules), math_of_numbers(), rolling_by_numbers(), assigning(),
+                watch, standing(numbers, modules), taking_numbers(), assigning(),
                 inference_without_gradients(), as_it_runs(reads.asked.arguments.tells),
                 as_noted(now, noted, arguments, reads.asked),
             ):  # fmt: skip

@@ -99,7 +99,7 @@ class Picked:
     @property
     def count(self) -> Tensor:
         made = self.mask.sum()
-        self.origins.checks.is_count(made, self.key)
+        self.origins.checks.is_count(made, self.key, self.mask)
         return made
 
     @property
@@ -149,6 +149,8 @@ class Picked:
         return Listed(self)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("new_"):  # of other sizes
+            return getattr(self.dense, name)
         method = getattr(torch.Tensor, name, None)
         if name.startswith("__") or method is None or not callable(method):
             raise refused(f".{name}") if not name.startswith("__") else AttributeError(name)
