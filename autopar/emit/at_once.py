@@ -61,4 +61,5 @@ def at_once(graph: fx.Graph) -> None:
             both = graph.call_function(AT_ONCE[launch.target], (value, after, *args))
             came, after = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
         wait.replace_all_uses_with(came)
-        graph.erase_node(wait), graph.erase_node(launch)
+        graph.erase_node(wait)
+        graph.erase_node(launch)
