@@ -216,7 +216,8 @@ class Converted:
         if DRAWN.fullmatch(name.rstrip("_")) and kwargs.get("training", True) and DRAWS not in self.notes:
             self.notes.append(DRAWS)
         is_written = writes_in_place(name, kwargs)
-        self._refuse(tensors_in(kwargs.get("out")), here)
+        of_lists = args[:1] if is_written and isinstance(args[0], (list, tuple)) else ()  # torch._foreach_add_
+        self._refuse(tensors_in((kwargs.get("out"), of_lists)), here)
         before, is_good = (args, kwargs), self._is_good(bare, args, kwargs)
         running = _statistics(func, args, kwargs)
         if not is_good:

@@ -18,6 +18,7 @@ _CHANGES = """
     islice difference_update intersection_update symmetric_difference_update move_to_end heappush heappop heapify
     writelines send put put_nowait step backward register_buffer register_parameter register_module add_module
     register_hook register_forward_hook requires_grad_ zero_grad load_state_dict __setattr__ __setitem__ __delitem__
+    setitem delitem iadd iconcat insort insort_left insort_right
 """
 CHANGES = frozenset(_CHANGES.split())
 HANDED_ON = frozenset(("append", "appendleft", "extend", "insert", "popleft", "setdefault"))  # as a function

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -150,9 +151,11 @@ def normed_over_rows(func: Any, *args: Any, **kwargs: Any) -> Picked:
         average = rows.kept(here).sum(others) / count
         spread = (rows.kept(here - average.reshape(along)) ** 2).sum(others) / count
         if mean is not None:
+            taken = [branch.truth for branch in rows.origins.checks.branches.here()[-1:]]
+            is_written = reduce(torch.logical_and, taken, count >= 2)  # else as a call that is refused leaves it
             for running, found in ((mean, average), (variance, spread * count / (count - 1))):
                 after = running + given["momentum"] * (found.detach() - running)
-                running.copy_(torch.where(count < 2, running, after))  # as a call that is refused leaves it
+                running.copy_(torch.where(is_written, after, running))
         made = (here - average.reshape(along)) * torch.rsqrt(spread + given["eps"]).reshape(along)
         for weight, put in ((given["weight"], torch.mul), (given["bias"], torch.add)):
             made = made if weight is None else put(made, weight.reshape(along))

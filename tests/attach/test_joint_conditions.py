@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ import autopar
 from autopar import TraceError
 from tests.processes.compare import both_backward, same_gradients
 from tests.support.branching import quick_ones
+
+add_to_each = vars(torch)["_foreach_add_"]
 
 
 def either(model: Any, h: Tensor) -> Tensor:
@@ -217,6 +220,14 @@ class Norms(nn.Module):
         self.calls += 1
         return h.max() > 1
 
+    def is_sorted_in(self, h: Tensor) -> Tensor:
+        bisect.insort(self.log, 1)
+        return h.max() > 1
+
+    def is_added_to(self, h: Tensor) -> Tensor:
+        add_to_each([self.seen], 1.0)
+        return h.max() > 1
+
     def is_high(self, h: Tensor) -> Tensor:
         if h.max() > 0.6:
             h = self.norm(h)
@@ -255,6 +266,30 @@ WRITING = {one.__name__: one for one in (normalises, writes, branches_itself, na
 def test_what_a_later_part_writes_to_is_as_on_one_process(name: str, one: DeviceMesh) -> None:
     torch.manual_seed(1)
     plain = Norms(WRITING[name])
+    trains(plain, one)
+    asked = int(plain.norm.num_batches_tracked) if name != "writes" else plain.seen.count_nonzero().item() // 4
+    assert 0 < asked < 12  # not in every step
+
+
+class Together(Norms):
+    """A norm, in a branch by arguments, of rows that it picks with others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, rows = self.inner(x), x[x[:, 0] > 2]
+        if len(rows) > 0:
+            h = h + self.norm(torch.cat([rows, h])).square().mean()
+        return h.square().mean()
+
+
+def test_norms_of_rows_put_together_are_left_alone_where_there_are_none(one: DeviceMesh) -> None:
+    torch.manual_seed(1)
+    plain = Together(normalises)
+    trains(plain, one)
+    assert 0 < plain.norm.num_batches_tracked < 6
+
+
+def trains(plain: Norms, one: DeviceMesh) -> None:
+    """Steps with their gradients and buffers are those of the plain model."""
     parallel = autopar.compile(copy.deepcopy(plain), one)
     for step in range(6):
         torch.manual_seed(step)
@@ -264,8 +299,6 @@ def test_what_a_later_part_writes_to_is_as_on_one_process(name: str, one: Device
         same_gradients(plain, parallel)
         for (_, buffer), (_, wanted) in zip(parallel.named_buffers(), plain.named_buffers(), strict=True):
             torch.testing.assert_close(buffer, wanted, rtol=1e-12, atol=1e-12)
-    asked = int(plain.norm.num_batches_tracked) if name != "writes" else plain.seen.count_nonzero().item() // 4
-    assert 0 < asked < 12  # not in every step
 
 
 def counts(model: Norms, h: Tensor) -> Tensor:
@@ -287,10 +320,24 @@ def chosen_and_read_outside(model: Norms, h: Tensor) -> Tensor:
     return (h + other).mean()
 
 
+def changes_by_functions(model: Norms, h: Tensor) -> Tensor:
+    if h.sum() > 0 and model.is_sorted_in(h):
+        h = h * 2
+    return h.mean()
+
+
+def writes_to_lists(model: Norms, h: Tensor) -> Tensor:
+    if h.sum() > 0 and model.is_added_to(h):
+        h = h * 2
+    return h.mean()
+
+
 @pytest.mark.parametrize(
     "form, told",
     [
         (counts, r"is_early .*sets \.calls"),
+        (changes_by_functions, r"calls \.insort"),
+        (writes_to_lists, r"writes to a tensor .*, and not by a method of it"),
         (named_and_read_outside, "assigns 'other' behind something"),
         (chosen_and_read_outside, "assigns 'other' behind something"),
     ],
