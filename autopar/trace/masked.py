@@ -149,8 +149,6 @@ class Picked:
         return Listed(self)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("new_"):  # of other sizes
-            return getattr(self.dense, name)
         method = getattr(torch.Tensor, name, None)
         if name.startswith("__") or method is None or not callable(method):
             raise refused(f".{name}") if not name.startswith("__") else AttributeError(name)

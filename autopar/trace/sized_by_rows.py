@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from autopar.trace.numbers import Number
 from autopar.trace.windows import rolling_by_numbers
 
 MAKING = ("zeros", "ones", "full", "empty")
-LIKE = tuple(f"new_{name}" for name in MAKING)  # methods
 
 
 @contextlib.contextmanager
@@ -30,26 +28,15 @@ def taking_numbers() -> Iterator[None]:
     with math_of_numbers(), rolling_by_numbers():
         for name, function in functions.items():
             setattr(torch, name, _made_of_rows(name, function))
-        for name in LIKE:
-            setattr(torch.Tensor, name, _method(name, getattr(torch.Tensor, name)))
         try:
             yield
         finally:
             for name, function in functions.items():
                 setattr(torch, name, function)
-            for name in LIKE:
-                delattr(torch.Tensor, name)  # it is that of a base
-
-
-def _method(name: str, whole: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return _made_of_rows(name, partial(whole, self))(*args, **kwargs)
-
-    return method
 
 
 def _made_of_rows(name: str, whole: Callable[..., Any]) -> Callable[..., Any]:
-    is_filled = name.endswith("full")
+    is_filled = name == "full"
 
     def function(*args: Any, **kwargs: Any) -> Any:
         size = kwargs["size"] if "size" in kwargs else args[0] if args else ()
