@@ -29,11 +29,10 @@ def runner_of(state: Any, plan: Plan, staged: Staged | None) -> Runner:
     coordinates = tuple(torch.tensor(index, device=device) for index in state.mesh.indices(coordinate))
 
     def part(plan: Plan, stage: int | None) -> tuple[Runner, Halves | None]:
-        one_at_a_time = device == "cpu"  # gloo's threads: docs/design/0018
-        program: Emitted = emit(plan, groups, device, one_at_a_time=one_at_a_time)
+        program: Emitted = emit(plan, groups, device, one_at_a_time=device == "cpu")
         halves = None if staged is None or stage is None else staged.halves(program, stage)
         if state.backend == "inductor":
-            program, halves = program.compiled(one_at_a_time), halves and halves.compiled(one_at_a_time)
+            program, halves = program.compiled(), halves and halves.compiled()
         pieces = pieces_of(program.drawing, state.mesh, coordinate)
         return Runner(program, plan, state.mesh, coordinates, pieces, state.updates, state.watch), halves
 

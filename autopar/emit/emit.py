@@ -94,6 +94,7 @@ def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu", *, one_at_a
         tuple((node, plan.choices[node.name].gives[0]) for node in drawn),
         added_up(plan),
         *_shared(plan.graph, program, kept),
+        one_at_a_time,
     )
 
 

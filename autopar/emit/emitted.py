@@ -30,6 +30,7 @@ class Emitted:
     a step's micro-batches, which lie in a list that backward takes behind all else, and adds to instead of returning
     them; None: it is returned. `exposed`: places, among the saved values, of those that lie where an output or a buffer
     lies, so that whoever has that can change them. `alone`: places of results that lie where nothing else lies.
+    `one_at_a_time`: as `emit` has it; compiled code keeps to it.
     """
 
     forward: fx.GraphModule
@@ -42,6 +43,7 @@ class Emitted:
     added_up: tuple[TensorType | None, ...] = ()
     exposed: tuple[int, ...] = ()
     alone: frozenset[int] = frozenset()
+    one_at_a_time: bool = False
 
     def to_keep(self, saved: Sequence[Any]) -> list[Any]:
         """What backward is given of the saved values where it may run again: it takes them off its list, and sums over
@@ -52,9 +54,9 @@ class Emitted:
             return [*saved]
         return [one.clone() if isinstance(one, Tensor) else one for one in saved]
 
-    def compiled(self, one_at_a_time: bool) -> Emitted:
-        """The program with both parts compiled by inductor at their first call. `one_at_a_time`: as `emit` has it."""
-        made = partial(compiled, one_at_a_time=one_at_a_time)
+    def compiled(self) -> Emitted:
+        """The same program with both parts compiled by inductor at their first call."""
+        made = partial(compiled, one_at_a_time=self.one_at_a_time)
         return replace(
             self, forward=made(self.forward), backward=None if self.backward is None else made(self.backward)
         )

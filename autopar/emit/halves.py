@@ -23,20 +23,21 @@ class Halves:
     """inputs    (saved, tangents, coordinates and seeds) -> the gradients at the places `first`, then what it leaves
     weights   (that as a list, saved, coordinates and seeds) -> the other gradients, in their order
 
-    Both take as many values off `saved`, and off what is left, as they read.
+    Both take as many values off `saved`, and off what is left, as they read. `one_at_a_time`: as the program has it.
     """
 
     inputs: Callable[..., Sequence[Any]]
     weights: Callable[..., Sequence[Any]]
     first: tuple[int, ...]
+    one_at_a_time: bool
 
-    def compiled(self, one_at_a_time: bool) -> Halves:
-        """Both compiled by inductor at their first call. `one_at_a_time`: as the program was made."""
+    def compiled(self) -> Halves:
+        """Both compiled by inductor at their first call."""
         assert isinstance(self.inputs, fx.GraphModule) and isinstance(self.weights, fx.GraphModule)
         return replace(
             self,
-            inputs=compiled(self.inputs, one_at_a_time=one_at_a_time),
-            weights=compiled(self.weights, one_at_a_time=one_at_a_time),
+            inputs=compiled(self.inputs, one_at_a_time=self.one_at_a_time),
+            weights=compiled(self.weights, one_at_a_time=self.one_at_a_time),
         )
 
 
@@ -70,7 +71,7 @@ def halved(program: Emitted, targets: Collection[str]) -> Halves:
     for node in waiting:
         env[node] = weights.call_method("pop", (rest,))
     weights.output(tuple(None if node is None else env[node] for node in others))
-    return Halves(_module(inputs, "InputGradients"), _module(weights, "WeightGradients"), first)
+    return Halves(_module(inputs, "InputGradients"), _module(weights, "WeightGradients"), first, program.one_at_a_time)
 
 
 def _module(graph: fx.Graph, name: str) -> fx.GraphModule:

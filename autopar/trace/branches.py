@@ -279,7 +279,7 @@ class Branches:
                 self._raise(TraceError(GIVES.format(one.where)))
 
     def here(self) -> list[Branch]:
-        """Those that run now, the innermost one last."""
+        """Those that run now, or ask the rest of their condition, the innermost one last."""
         if not self._begun:
             return []
         running = {*map(id, _frames(sys._getframe(1)))}
@@ -299,9 +299,7 @@ class Branches:
         """The values that it hangs on whether the code runs that does now, and which they are where it does: it is in
         branches, or in a later part of a condition.
         """
-        here, running = self.here(), {*map(id, _frames(sys._getframe(1)))}
-        asking = [one for one in self._begun.values() if id(one.frame) in running and one.is_asking]
-        return [ask for one in (*here, *asking) for ask in one.asks]
+        return [ask for one in self.here() for ask in one.asks]
 
     def sees(self) -> None:
         """That a function of torch is called: which branches are left, what the last one has written to."""

@@ -6,6 +6,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Set
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -35,20 +36,22 @@ STOOD_FOR: dict[type, type] = {Picked: Tensor, Ahead: Tensor, Listed: list, Arra
 
 
 @contextlib.contextmanager
-def math_of_numbers() -> Iterator[None]:
-    """Inside, Python's `math` takes numbers that are counted, and numbers of each call."""
-    functions = {
-        name: function
-        for name, function in vars(math).items()
-        if callable(function) and not name.startswith("_") and name not in BY_METHODS
-    }
+def replaced(module: ModuleType, names: Iterable[str], stand_in: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Inside, what these names of a module stand for is what `stand_in` makes of the name and of that."""
+    functions = {name: getattr(module, name) for name in names}
     for name, function in functions.items():
-        setattr(math, name, _taking_numbers(name, function))
+        setattr(module, name, stand_in(name, function))
     try:
         yield
     finally:
         for name, function in functions.items():
-            setattr(math, name, function)
+            setattr(module, name, function)
+
+
+def math_of_numbers() -> contextlib.AbstractContextManager[None]:
+    """Inside, Python's `math` takes numbers that are counted, and numbers of each call."""
+    functions = {name for name, function in vars(math).items() if callable(function) and not name.startswith("_")}
+    return replaced(math, functions - {*BY_METHODS}, _taking_numbers)
 
 
 def _taking_numbers(name: str, python: Callable[..., Any]) -> Callable[..., Any]:

@@ -266,7 +266,7 @@ class Checks:
     def counted(self, number: Tensor) -> tuple[Tensor, int] | None:
         """The mask, and its number, that picks so many rows; None: it is another number, or the mask has changed."""
         count = self._counts.get(id(number))
-        return count and (count.mask, count.rows) if count and self.origins.rows(count.mask) == count.rows else None
+        return None if count is None or self.origins.rows(count.mask) != count.rows else (count.mask, count.rows)
 
     def are_of_same_rows(self, one: Tensor, other: Tensor) -> bool:
         """Whether both say how many rows the same mask picks."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.trace.builtin import math_of_numbers
+from autopar.trace.builtin import math_of_numbers, replaced
 from autopar.trace.masked import Picked
 from autopar.trace.numbers import Number
 from autopar.trace.windows import rolling_by_numbers
@@ -24,15 +24,8 @@ def taking_numbers() -> Iterator[None]:
     """Inside, Python's `math`, and functions of torch that ask for numbers before anybody sees that, take those of each
     call.
     """
-    functions = {name: getattr(torch, name) for name in MAKING}
-    with math_of_numbers(), rolling_by_numbers():
-        for name, function in functions.items():
-            setattr(torch, name, _made_of_rows(name, function))
-        try:
-            yield
-        finally:
-            for name, function in functions.items():
-                setattr(torch, name, function)
+    with math_of_numbers(), rolling_by_numbers(), replaced(torch, MAKING, _made_of_rows):
+        yield
 
 
 def _made_of_rows(name: str, whole: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
 from autopar import TraceError
-from tests.processes.compare import both_backward, same_gradients
+from tests.processes.compare import same_calls
 from tests.support.branching import quick_ones
 
 add_to_each = vars(torch)["_foreach_add_"]
@@ -149,6 +149,10 @@ class Model(nn.Module):
         return self.form(self, self.inner(x))
 
 
+def batch(number: int) -> Tensor:
+    return torch.randn(4, 4).double() * (1 + number % 4)
+
+
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0")
 @pytest.mark.parametrize(
     "name", quick_ones(FORMS, ("either", "both_or_else", "returns", "nested", "known_within", "spread"))
@@ -156,13 +160,7 @@ class Model(nn.Module):
 def test_they_are_as_on_one_process(name: str, one: DeviceMesh) -> None:
     torch.manual_seed(1)
     plain = Model(FORMS[name])
-    parallel = autopar.compile(copy.deepcopy(plain), one)
-    for step in range(8):
-        torch.manual_seed(step)
-        for model in (plain, parallel):
-            model.zero_grad()
-        both_backward(plain, parallel, torch.randn(4, 4).double() * (1 + step % 4), within=1e-12)
-        same_gradients(plain, parallel)
+    same_calls(plain, autopar.compile(copy.deepcopy(plain), one), 8, batch)
 
 
 def ends_with_what_is_known(model: Any, h: Tensor) -> Tensor:
@@ -266,7 +264,7 @@ WRITING = {one.__name__: one for one in (normalises, writes, branches_itself, na
 def test_what_a_later_part_writes_to_is_as_on_one_process(name: str, one: DeviceMesh) -> None:
     torch.manual_seed(1)
     plain = Norms(WRITING[name])
-    trains(plain, one)
+    same_calls(plain, autopar.compile(copy.deepcopy(plain), one), 6, batch)
     asked = int(plain.norm.num_batches_tracked) if name != "writes" else plain.seen.count_nonzero().item() // 4
     assert 0 < asked < 12  # not in every step
 
@@ -284,21 +282,8 @@ class Together(Norms):
 def test_norms_of_rows_put_together_are_left_alone_where_there_are_none(one: DeviceMesh) -> None:
     torch.manual_seed(1)
     plain = Together(normalises)
-    trains(plain, one)
+    same_calls(plain, autopar.compile(copy.deepcopy(plain), one), 6, batch)
     assert 0 < plain.norm.num_batches_tracked < 6
-
-
-def trains(plain: Norms, one: DeviceMesh) -> None:
-    """Steps with their gradients and buffers are those of the plain model."""
-    parallel = autopar.compile(copy.deepcopy(plain), one)
-    for step in range(6):
-        torch.manual_seed(step)
-        for model in (plain, parallel):
-            model.zero_grad()
-        both_backward(plain, parallel, torch.randn(4, 4).double() * (1 + step % 4), within=1e-12)
-        same_gradients(plain, parallel)
-        for (_, buffer), (_, wanted) in zip(parallel.named_buffers(), plain.named_buffers(), strict=True):
-            torch.testing.assert_close(buffer, wanted, rtol=1e-12, atol=1e-12)
 
 
 def counts(model: Norms, h: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import autopar
 from autopar import TraceError
-from tests.processes.compare import both_backward, same_gradients
+from tests.processes.compare import same_calls
 from tests.support.branching import quick_ones
 
 
@@ -84,12 +84,7 @@ def test_they_are_as_on_one_process(name: str, one: DeviceMesh) -> None:
     torch.manual_seed(1)
     plain = Model(FORMS[name])
     parallel = autopar.compile(copy.deepcopy(plain), one)
-    for step in range(4):
-        torch.manual_seed(step)
-        for model in (plain, parallel):
-            model.zero_grad()
-        both_backward(plain, parallel, torch.randn(9, 4).double(), within=1e-12)
-        same_gradients(plain, parallel)
+    same_calls(plain, parallel, 4, lambda _: torch.randn(9, 4).double())
     functions = (torch.zeros, torch.ones, torch.full, torch.empty)
     assert all(type(function).__name__ == "builtin_function_or_method" for function in functions)
 

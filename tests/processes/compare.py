@@ -73,6 +73,19 @@ def both_backward(plain: nn.Module, parallel: nn.Module, *args: Any, within: flo
     wanted.backward()
 
 
+def same_calls(plain: nn.Module, parallel: nn.Module, calls: int, batch: Callable[[int], Tensor]) -> None:
+    """Calls in double precision, each with backward from no gradients: losses, gradients and buffers are the same.
+    `batch`: what a call is given, drawn by its number.
+    """
+    for number in range(calls):
+        torch.manual_seed(number)
+        plain.zero_grad(), parallel.zero_grad()
+        both_backward(plain, parallel, batch(number), within=1e-12)
+        same_gradients(plain, parallel)
+        for (_, buffer), (_, wanted) in zip(parallel.named_buffers(), plain.named_buffers(), strict=True):
+            torch.testing.assert_close(buffer, wanted, rtol=1e-12, atol=1e-12)
+
+
 def same_gradients(plain: nn.Module, parallel: nn.Module) -> None:
     for name, parameter in plain.named_parameters():
         ours = parallel.get_parameter(name).grad
