@@ -19,7 +19,7 @@ from autopar.emit import ops
 from autopar.emit.attention import capability_of, cudnn_first
 from autopar.emit.emitted import Emitted, added_up
 from autopar.emit.seeded import drawing, seeded
-from autopar.emit.writer import BodyWriter, Writer, target_of
+from autopar.emit.writer import BodyWriter, Writer, gives_list, target_of
 from autopar.ir.attention import OPERANDS_OF_ATTENTION, kernel_at
 from autopar.ir.graph import Graph, Node, Phase, Ref, Result, TensorType, map_refs
 from autopar.ir.layout import Layout, local_type, show
@@ -349,7 +349,7 @@ class _Emitter:
                 seed = writer.call(torch.ops.aten.select.int, self.seeds, 0, self.seed_of[node.name])
                 target, args = seeded(target), (seed, *args)
             value = writer.make(node.name, target, args, kwargs)
-            self._bind(node, makes, value, lambda index: writer.get(value, index))
+            self._bind(node, makes, None if gives_list(target) else value, lambda index: writer.get(value, index))
 
     def _bind_body(
         self, node: Node, choice: Choice, args: Any, local_in: tuple[TensorType, ...],

@@ -61,6 +61,12 @@ def target_of(op: str) -> Any:
     raise ValueError(f"{op!r} is no operator of torch or of autopar")
 
 
+def gives_list(target: Any) -> bool:
+    """Whether an operator gives a list of tensors, of which there may be one."""
+    given = target._schema.returns if isinstance(target, type(torch.ops.aten.mm.default)) else ()
+    return any(isinstance(one.type, torch.ListType) for one in given)
+
+
 class Writer:
     """Appends to one fx graph. `groups`: axis, or several at once (`cost_models.steps.over`), -> name of its process
     group; `coordinates`: the same -> this rank's index; `one_at_a_time`: as `emit` has it.

@@ -5,7 +5,6 @@ that tensors are assigned to.
 from __future__ import annotations
 
 import ast
-import dis
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -14,9 +13,9 @@ from typing import TypeVar
 
 from autopar.trace.appended import appended_to, lists_of
 from autopar.trace.assigned import BLOCKS, Left, Seen, against, left_behind, of_a_class, seen_outside, stored_in
-from autopar.trace.conditions import SEVERAL, rest_of, wanted_of
+from autopar.trace.conditions import SEVERAL, asks_at, linked, rest_of, wanted_of
 from autopar.trace.effects import effect_in, own_of
-from autopar.trace.reading import holds, tree_of
+from autopar.trace.reading import holds
 from autopar.trace.statements import assignment, calls_of, is_name, is_root, may_end, nothing, statements_in
 
 Kind = TypeVar("Kind", bound=ast.stmt)
@@ -110,21 +109,6 @@ def turn_of(code: CodeType, at: int) -> Body | str:
             known = {name.id for name in stored_in([loop.target])}
             return _body(loop.body, [], function, ends={ast.Continue}, known=known)
     return "no for goes over them alone"
-
-
-def asks_at(code: CodeType, at: int) -> tuple[ast.FunctionDef | None, str, tuple[int, int]]:
-    """The function in which something is asked, by which instruction, and where it stands."""
-    instructions = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
-    # Of a call of Python code it lies in what CPython keeps behind the instruction.
-    number = max(number for number, one in enumerate(instructions) if one.offset <= at)
-    asks = instructions[number]
-    is_jump = "JUMP" in asks.opname  # which stands where all of the `if` does, in Python 3.11
-    tree, where = tree_of(code.co_filename), instructions[number - is_jump].positions
-    if tree is None or where is None or where.lineno is None or where.col_offset is None:
-        return None, asks.opname, (0, 0)
-    place = where.lineno, where.col_offset
-    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and holds(one, place)]
-    return max(functions, key=lambda one: one.lineno, default=None), asks.opname, place
 
 
 @lru_cache(maxsize=1024)
@@ -221,7 +205,7 @@ def _behind_all(branch: ast.If, function: ast.FunctionDef) -> list[ast.stmt] | N
 def _asked_in(
     body: Body, test: ast.expr, line: int, asks: tuple[str, tuple[int, int]], truth: bool, function: ast.FunctionDef
 ) -> Body | str:
-    joint = [part for part in ast.walk(test) if isinstance(part, ast.BoolOp)]
+    joint = [part for part in map(linked, ast.walk(test)) if isinstance(part, ast.BoolOp)]
     if (name := _assigned_later(joint, asks[1], body, function)) is not None:
         return LATER.format(name)
     rest = rest_of(test, asks[1], truth) or ()

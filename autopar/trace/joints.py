@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.trace.bodies import Body, asks_at, body_of
-from autopar.trace.conditions import SEVERAL, wanted_of
+from autopar.trace.bodies import Body, body_of
+from autopar.trace.conditions import SEVERAL, asks_at, linked, wanted_of
 from autopar.trace.converted import DRAWN
 from autopar.trace.reading import holds
 
@@ -81,6 +81,7 @@ def part_of(code: CodeType, at: int) -> Part | None:
     test = choice and choice.test
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test = test.operand
+    test = linked(test) if test is not None else None
     if not isinstance(test, ast.BoolOp):
         return None
     parts = list[tuple[ast.expr, bool]]()
@@ -104,8 +105,8 @@ def _parts(test: ast.expr, goes_on: bool, parts: list[tuple[ast.expr, bool]]) ->
     """`Part.whole`. `parts`: gets those of this one, each with the truth with which the next one is asked; `goes_on`:
     that of the last.
     """
-    match test:
-        case ast.UnaryOp(ast.Not(), ast.BoolOp() as inner):
+    match linked(test):
+        case ast.UnaryOp(ast.Not(), operand) if isinstance(inner := linked(operand), ast.BoolOp):
             return "not", _parts(inner, not goes_on, parts)
         case ast.BoolOp(op, values):
             is_and = isinstance(op, ast.And)

@@ -17,6 +17,7 @@ from autopar.ir.work import VIEWS
 from autopar.trace.sharing import copy_of
 
 COPY = torch.ops.aten.copy_.default
+NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 
 
 def read_before_assigned(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -35,8 +36,25 @@ def read_before_assigned(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             for reader in readers:
                 reader.replace_input_with(buffer, clone)
         last = last.prev
+    for node in [node for norm in NORMS for node in module.graph.find_nodes(op="call_function", target=norm)]:
+        _on_clones(node)
     module.recompile()
     return module
+
+
+def _on_clones(norm: torch.fx.Node) -> None:
+    """Have a norm, which keeps its running statistics for backward, write to clones of those that somebody else writes
+    to behind it: the same norm in a branch by values.
+    """
+    for running in norm.args[3:5]:
+        if isinstance(running, torch.fx.Node) and any(
+            user.target is COPY and user.args[0] is running and user > norm for user in running.users
+        ):
+            with norm.graph.inserting_before(norm):
+                clone = norm.graph.call_function(torch.ops.aten.clone.default, (running,))
+            norm.replace_input_with(running, clone)
+            with norm.graph.inserting_after(norm):
+                norm.graph.call_function(COPY, (running, clone))
 
 
 def kept_as_it_was(graph: Graph) -> Graph:

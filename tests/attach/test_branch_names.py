@@ -70,12 +70,6 @@ def list_of_an_else(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> 
     return sum(parts)
 
 
-def asks_whether_between(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    if 0 < chosen.sum() < 5:
-        x = x * 2
-    return x
-
-
 def else_that_returns(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
     h = x
     if (chosen == 0).any():
@@ -181,7 +175,6 @@ NOT = {
     not_there_ahead: f"'h', {OUTSIDE}",
     rows_behind: f"'rows', {OUTSIDE}",
     list_of_an_else: "forward assigns 'parts' in .* where it is a list, and else another one",
-    asks_whether_between: "its condition asks several things",
     asks_which: "the function asks which object 'y' is, which it assigns",
     what_fails_is_caught: "it stands in a try, and what fails there may be caught",
     asks_by_text: "which way forward goes depends on values at .*count",

@@ -114,6 +114,25 @@ def nested_in_a_loop(model: Any, h: Tensor) -> Tensor:
     return h.square().mean()
 
 
+def between(model: Any, h: Tensor) -> Tensor:
+    loss, mean = h.mean(), h.mean().item()
+    if -0.2 < mean < 0.4:
+        loss = loss + h.square().mean()
+    if not -2.5 < h.min() <= h.max() < 3 or h.sum() > 4:
+        loss = loss * 2
+    return loss.exp() if 1 < h.max() < 2 > h.std() else loss
+
+
+def between_in_a_loop(model: Any, h: Tensor) -> Tensor:
+    loss = h.sum() * 0
+    for row in h:
+        if model.training and 0.2 < row.max() < 1.5 and (row.min() > -1.2 or 0.5 > row.sum() > -0.5):
+            loss = loss + row.square().sum()
+            continue
+        loss = loss + row.sum()
+    return loss
+
+
 def spread(model: Any, h: Tensor) -> Tensor:
     """Of one row there is none, and no gradient of it."""
     loss = h.mean()
@@ -134,7 +153,7 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     one.__name__: one
     for one in (
         either, both_or_else, neither, in_a_loop, returns, known_too, known_within, of_rows, chooses, nested,
-        nested_in_a_loop, spread, of_no_row,
+        nested_in_a_loop, between, between_in_a_loop, spread, of_no_row,
     )
 }  # fmt: skip
 
@@ -155,7 +174,7 @@ def batch(number: int) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0")
 @pytest.mark.parametrize(
-    "name", quick_ones(FORMS, ("either", "both_or_else", "returns", "nested", "known_within", "spread"))
+    "name", quick_ones(FORMS, ("either", "both_or_else", "returns", "nested", "known_within", "between", "spread"))
 )
 def test_they_are_as_on_one_process(name: str, one: DeviceMesh) -> None:
     torch.manual_seed(1)
@@ -257,16 +276,33 @@ def names(model: Norms, h: Tensor) -> Tensor:
     return h.square().mean() + most
 
 
-WRITING = {one.__name__: one for one in (normalises, writes, branches_itself, names)}
+def normalises_in_between(model: Norms, h: Tensor) -> Tensor:
+    if 1 < h.max() < model.norm(h).max() + 1:
+        h = h * 2
+    return h.square().mean()
 
 
-@pytest.mark.parametrize("name", quick_ones(WRITING, ("normalises", "writes")))
+WRITING = {one.__name__: one for one in (normalises, normalises_in_between, writes, branches_itself, names)}
+
+
+@pytest.mark.parametrize("name", quick_ones(WRITING, ("normalises", "normalises_in_between", "writes")))
 def test_what_a_later_part_writes_to_is_as_on_one_process(name: str, one: DeviceMesh) -> None:
     torch.manual_seed(1)
     plain = Norms(WRITING[name])
     same_calls(plain, autopar.compile(copy.deepcopy(plain), one), 6, batch)
     asked = int(plain.norm.num_batches_tracked) if name != "writes" else plain.seen.count_nonzero().item() // 4
     assert 0 < asked < 12  # not in every step
+
+
+class Ahead(Norms):
+    """A norm that is called in two branches, ahead of them and behind them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.inner(x))
+        for bound in (1.2, 1.5):
+            if h.max() > bound:
+                h = self.norm(h * 2 + self.inner(h))
+        return self.norm(h * x).square().mean() + h.exp().mean()
 
 
 class Together(Norms):
@@ -277,6 +313,13 @@ class Together(Norms):
         if len(rows) > 0:
             h = h + self.norm(torch.cat([rows, h])).square().mean()
         return h.square().mean()
+
+
+def test_a_norm_that_is_called_ahead_of_a_branch_too_is_as_on_one_process(one: DeviceMesh) -> None:
+    torch.manual_seed(1)
+    plain = Ahead(normalises)
+    same_calls(plain, autopar.compile(copy.deepcopy(plain), one), 6, batch)
+    assert 12 < plain.norm.num_batches_tracked < 24
 
 
 def test_norms_of_rows_put_together_are_left_alone_where_there_are_none(one: DeviceMesh) -> None:
