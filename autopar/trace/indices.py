@@ -19,7 +19,8 @@ from autopar.trace.sharing import storage_of
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
 
 
-TWICE = "forward writes to one place twice{}, as a mask has it in two rows, and which one stays nobody knows"
+TWICE = "forward writes to one place twice{}, as a mask picks two rows of that place, and which one stays nobody knows"
+BEYOND = "IndexError{}: an index of what a mask picks is out of range for dim {}, which has {} elements"
 OUTSIDE = "IndexError{}: index {} is out of range for dim {}, which has {} elements"
 WRITES = ("index_add", "index_copy", "index_fill")
 
@@ -128,7 +129,9 @@ def written_at(tensor: Tensor, given: Sequence[Picked], value: Any, adds: bool =
         flat = torch.where(mask, rows.dense, 0).flatten()
         return tensor.index_add(0, flat, values_at(value, rows, row).to(tensor.dtype).flatten(0, mask.ndim - 1))
     if len(places) < len(given) or tensor.shape[: len(given)] != tuple(mask.shape[place] for place in places):
-        raise refused("writing to other places")
+        if adds or not len(tensor):
+            raise refused("writing to other places")
+        return _written_wherever(tensor, given, rows, value)
     made, rest = values_at(value, rows, row).to(tensor.dtype), [one for one in range(mask.ndim) if one not in places]
     if rest:
         if not adds:
@@ -137,6 +140,22 @@ def written_at(tensor: Tensor, given: Sequence[Picked], value: Any, adds: bool =
     order = [sorted(places).index(place) for place in places]
     made = made.permute(*order, *range(len(order), made.ndim))
     return tensor + made if adds else torch.where(beside(mask.permute(order), tensor), made, tensor)
+
+
+def _written_wherever(tensor: Tensor, given: Sequence[Picked], rows: Picked, value: Any) -> Tensor:
+    """Likewise at places that are computed. Rows that are left out are written behind the end of the tensor."""
+    count, checks, indices = len(tensor), rows.origins.checks, list[Tensor]()
+    for dim, one in enumerate(given):
+        index, size = one.dense.long(), tensor.shape[dim]
+        index = torch.where(index < 0, index + size, index)
+        checks.add(BEYOND.format(line_here(), dim, size), rows.mask & ((index < 0) | (index >= size)))
+        indices.append(torch.where(rows.mask, index.clamp(0, size - 1), 0 if dim else count))
+    longer, made = torch.cat([tensor, tensor[:1]]), values_at(value, rows, tensor.shape[len(given) :]).to(tensor.dtype)
+    if isinstance(value, type(rows)):
+        counts = torch.zeros(longer.shape[: len(given)], dtype=torch.int64, device=tensor.device)
+        counts = counts.index_put(tuple(indices), torch.ones_like(indices[0]), accumulate=True)
+        checks.add(TWICE.format(line_here()), counts[:count] > 1)
+    return longer.index_put(tuple(indices), made)[:count]
 
 
 def values_at(value: Any, rows: Picked, row: Sequence[int]) -> Tensor:
