@@ -21,7 +21,7 @@ from autopar.trace.gathered import Gathered
 from autopar.trace.lines import line_here
 from autopar.trace.masked import Picked
 from autopar.trace.numbers import TOO_LARGE, Array, Number
-from autopar.trace.standing import Ahead, Listed
+from autopar.trace.standing import Ahead, Listed, Turned
 
 BY_METHODS = ("floor", "ceil", "trunc")  # of numbers
 _AS_TORCH = """
@@ -32,7 +32,13 @@ _AS_TORCH = """
 AS_TORCH = {name: name for name in _AS_TORCH.split()} | {"fabs": "abs", "degrees": "rad2deg", "radians": "deg2rad"}
 NOT_IN_DOMAIN = "forward gives math.{} a number{} for which Python raises ValueError or OverflowError there"
 
-STOOD_FOR: dict[type, type] = {Picked: Tensor, Ahead: Tensor, Listed: list, Array: np.ndarray}  # without a trace
+STOOD_FOR: dict[type, type] = {
+    Picked: Tensor,
+    Ahead: Tensor,
+    Turned: Tensor,
+    Listed: list,
+    Array: np.ndarray,
+}  # without a trace
 
 
 @contextlib.contextmanager

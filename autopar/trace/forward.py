@@ -49,6 +49,7 @@ from autopar.trace.refused import refuse, refuse_sparse
 from autopar.trace.sharing import seen
 from autopar.trace.sized import counted_now, of_values, takes_sizes, with_sizes
 from autopar.trace.sized_by_rows import taking_numbers
+from autopar.trace.standing import Standing
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
 from autopar.trace.taken import taken_out, takes_out
 from autopar.trace.tensor_notes import as_noted
@@ -62,10 +63,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.cov, torch.Tensor.cov), cov),
     **dict.fromkeys((torch.corrcoef, torch.Tensor.corrcoef), corrcoef),
 }
-ROWS = (
-    "forward returns rows that a boolean mask picks, and how many there are depends on values; return all rows, and "
-    "the mask beside them"
-)
+ROWS = "forward returns rows that a boolean mask picks, and how many depends on values; return all rows and the mask"
 TRUTHS = ("equal", "allclose", "__contains__")
 LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
@@ -117,7 +115,7 @@ def watch_forward(
                 watch.reads_at.check(vars(returned)), watch.arrays.check()
                 now_there = registered(model)
                 watch.literals.may_be_written([now[name] for name in values if now_there.get(name) is not now[name]])
-            if any(isinstance(value, Picked) for value in pytree.tree_leaves(returned)):
+            if any(isinstance(value, (Picked, Standing)) for value in pytree.tree_leaves(returned)):
                 raise TraceError(ROWS)
             given = {**dict(arguments), **returned.changed}
             memory = seen(returned, returned.outputs, given.items(), now, now_there)

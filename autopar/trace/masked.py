@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from autopar._compat import pytree
 from autopar.errors import TraceError
@@ -39,25 +38,23 @@ from autopar.trace.picked_writes import GIVEN, as_new, in_place, name_of, write
 from autopar.trace.places import is_mask, refused
 from autopar.trace.reshaped import beside, of_each_row, of_runs, product, reshaped
 from autopar.trace.rows import ALONG, CATS, ELEMENTWISE, LOSSES, OF_A_BATCH, OPERATORS, ROWWISE
-from autopar.trace.standing import Ahead, Listed, as_rows, turns
+from autopar.trace.standing import Ahead, Listed, as_rows, permuted, transposed, turns
 from autopar.trace.together import (
     LIKES,
     OVER_ROWS,
     counts,
+    dropped,
     gathered,
     normed_over_rows,
     one_by_one,
     over_rows,
     padded,
+    product_of_each,
     put_together,
 )
 from autopar.trace.wholes import arguments_of, class_loss, loss, whole
 
 OF_RUNS = ("return_inverse", "return_counts", "dim")  # of which nothing is known
-DRAWN = (
-    "dropout of rows that a mask picks, or of packed sequences, is drawn for all rows: other numbers are drawn than by "
-    "torch, on one process, too"
-)
 
 
 class Picked:
@@ -181,6 +178,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 for _name in (*OPERATORS, "setitem"):
     setattr(Picked, f"__{_name}__", _method(f"__{_name}__"))
+Picked.T = property(_method("t"))  # type: ignore[attr-defined]
 Picked.__hash__ = object.__hash__  # type: ignore[method-assign]  # `==` compares rows
 
 
@@ -317,6 +315,7 @@ def _applied(func: Any, name: str, every: list[Picked], args: Sequence[Any], kwa
         return first.like(func(*_dense(args), **_dense(kwargs)))
     if not isinstance(args[0], Picked):
         raise refused(name)
+    name = "bmm" if name == "matmul" and len(every) == 2 else name
     if name in OF_ROWS:
         return OF_ROWS[name](*args, **kwargs)
     if name == "batch_norm":
@@ -330,7 +329,7 @@ def _applied(func: Any, name: str, every: list[Picked], args: Sequence[Any], kwa
     if name in OF_A_BATCH and len(args[0].row) >= OF_A_BATCH[name]:
         return one_by_one(func, args[0], args[1:], kwargs)
     if name in ROWWISE and len(args[0].row) >= ROWWISE[name]:
-        return args[0].like(func(args[0].dense, *args[1:], **kwargs))
+        return first.like(func(first.dense, *args[1:], **kwargs))
     if name in ALONG:
         place, default = ALONG[name]
         given = kwargs.get("dim", args[place] if len(args) > place else default)
@@ -340,13 +339,10 @@ def _applied(func: Any, name: str, every: list[Picked], args: Sequence[Any], kwa
     raise refused(name)
 
 
-def _dropped(input: Picked, p: float = 0.5, training: bool = True, inplace: bool = False) -> Picked:
-    if training and p and DRAWN not in input.origins.checks.notes:
-        input.origins.checks.notes.append(DRAWN)
-    return input.like(functional.dropout(input.dense, p, training))
-
-
-OF_ROWS = {"dropout": _dropped, "pad": padded, "expand": expanded, "bincount": counts}
+OF_ROWS = {
+    "dropout": dropped, "pad": padded, "expand": expanded, "bincount": counts, "transpose": transposed,
+    "permute": permuted, "bmm": product_of_each, "t": lambda rows: transposed(rows, 0, -1),
+}  # fmt: skip
 
 
 def _all_picked(values: Any) -> list[Picked]:

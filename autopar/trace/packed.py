@@ -20,9 +20,10 @@ from torch.nn.utils import rnn
 
 from autopar.errors import TraceError
 from autopar.trace.lines import line_here
-from autopar.trace.masked import DRAWN, Picked
+from autopar.trace.masked import Picked
 from autopar.trace.origins import Origins
 from autopar.trace.recurrent import FUNCTIONS, is_loop, layers_of
+from autopar.trace.together import DRAWN
 
 PACKS, PADS, LAYERS = (
     function.__code__ for function in (rnn.pack_padded_sequence, rnn.pad_packed_sequence, nn.RNNBase.permute_hidden)

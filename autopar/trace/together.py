@@ -22,6 +22,10 @@ Picked = Any  # of `autopar.trace.masked`, which calls what is here
 EMPTY = "forward puts a list together{} that is empty in this call: torch raises RuntimeError there"
 LIKES = ("zeros_like", "ones_like", "full_like", "empty_like")  # their numbers are not looked at
 
+DRAWN = (
+    "dropout of rows that a mask picks, or of packed sequences, is drawn for all rows: other numbers are drawn than by "
+    "torch, on one process, too"
+)
 TOO_FEW = "batch_norm in training{} is given one row, which has no variance: give it more, or call eval()"
 OVER_ROWS = ("sum", "mean", "var", "std", "amax", "amin", "softmax", "log_softmax", "logsumexp")
 
@@ -116,6 +120,19 @@ def padded(input: Picked, pad: Sequence[int], mode: str = "constant", value: flo
     if mode != "constant" or len(pad) // 2 > len(input.row):
         raise refused("padding them so")
     return input.like(functional.pad(input.dense, list(pad), mode, value))
+
+
+def dropped(input: Picked, p: float = 0.5, training: bool = True, inplace: bool = False) -> Picked:
+    if training and p and DRAWN not in input.origins.checks.notes:
+        input.origins.checks.notes.append(DRAWN)
+    return input.like(functional.dropout(input.dense, p, training))
+
+
+def product_of_each(input: Picked, mat2: Any) -> Picked:
+    """Of each row, a matrix, with that of the same row, or of others."""
+    if not isinstance(mat2, type(input)) or len(input.row) < 2 or len(mat2.row) != len(input.row):
+        raise refused("matmul")
+    return input.like(input.dense @ mat2.dense)
 
 
 def counts(input: Picked, weights: Picked | None = None, minlength: int = 0) -> Tensor:
