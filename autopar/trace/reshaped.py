@@ -54,17 +54,20 @@ def reshaped(name: str, rows: Picked, args: Sequence[Any], kwargs: dict[str, Any
 
 def of_each_row(rows: Picked, index: Any) -> Picked:
     """The same part of each row, or the rows that a further mask picks from them."""
-    if isinstance(index, type(rows)) and index.dtype == torch.bool and not index.row:
-        rows.origins.hold(index)
-        return type(rows)(rows.dense.clone(), rows.mask & index.dense, ("and", rows.key, id(index)), rows.origins)
     head, *rest = index if isinstance(index, tuple) else (index,)
-    if rows.columns and head == slice(None) and len(rest) == 1 and type(rest[0]) is int:
+    if isinstance(head, type(rows)) and head.dtype == torch.bool and rows.row[: len(head.row)] == head.row:
+        rows.origins.hold(head)
+        mask = beside(rows.mask, head.dense) & head.dense
+        picked = type(rows)(rows.dense.clone(), mask, ("and", rows.key, id(head)), rows.origins)
+        return of_each_row(picked, (slice(None), *rest)) if rest else picked
+    is_all = isinstance(head, slice) and head == slice(None)
+    if rows.columns and is_all and len(rest) == 1 and type(rest[0]) is int:
         return rows.columns[rest[0]]
     if any(not (part is None or part is Ellipsis or isinstance(part, int | slice)) for part in rest):
         raise refused("such an index")
     if head is Ellipsis and sum(part is not None for part in rest) <= len(rows.row):
         return rows.like(rows.dense[(Ellipsis, *rest)])
-    if head == slice(None):
+    if is_all:
         return rows.like(rows.dense[(*[slice(None)] * rows.mask.ndim, *rest)])
     raise refused("an index of their number")
 

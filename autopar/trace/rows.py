@@ -35,7 +35,7 @@ ALONG: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(("norm", "vector_norm"), (2, None)),
     **dict.fromkeys(("chunk", "split", "tensor_split", "split_with_sizes"), (2, 0)),
     **dict.fromkeys(("narrow", "select", "unbind"), (1, 0)),
-    **{"glu": (1, -1), "sort": (1, -1), "argsort": (1, -1), "topk": (2, -1)},
+    **{"glu": (1, -1), "flip": (1, None), "sort": (1, -1), "argsort": (1, -1), "topk": (2, -1)},
 }
 # In the last dims of a row, with weights that are no rows: name -> how many dims a row needs.
 ROWWISE = {"linear": 1, "matmul": 1, "layer_norm": 1, "rms_norm": 1, "embedding": 0, "one_hot": 0}

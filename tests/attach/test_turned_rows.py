@@ -38,7 +38,16 @@ def of_each(h: Tensor) -> Tensor:
     return (rows.transpose(-1, -2) @ rows).exp().sum() + torch.bmm(rows, turned).sin().sum()
 
 
-FORMS = {one.__name__: one for one in (places, covariance, of_each)}
+def by_a_mask_of_each(h: Tensor) -> Tensor:
+    chosen = h[:, 0] > 0
+    rows, wanted = torch.stack([h, -h], -1)[chosen], h[chosen] > 0.1
+    left = torch.where(h > 0, 1, 0)[chosen]
+    left[h[chosen] > 1] = 0
+    loss = nn.functional.cross_entropy(rows[wanted, :], left[wanted].view(-1), reduction="sum")
+    return loss + rows[wanted, 1].exp().sum() + rows.flip(-1)[:, 0].sum()
+
+
+FORMS = {one.__name__: one for one in (places, covariance, of_each, by_a_mask_of_each)}
 
 
 class Model(nn.Module):
@@ -50,7 +59,7 @@ class Model(nn.Module):
         return self.form(self.inner(x))
 
 
-@pytest.mark.parametrize("name", quick_ones(FORMS, ("places", "covariance")))
+@pytest.mark.parametrize("name", quick_ones(FORMS, ("places", "covariance", "by_a_mask_of_each")))
 def test_they_are_as_on_one_process(name: str, one: DeviceMesh) -> None:
     torch.manual_seed(1)
     plain = Model(FORMS[name])
