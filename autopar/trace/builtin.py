@@ -32,13 +32,8 @@ _AS_TORCH = """
 AS_TORCH = {name: name for name in _AS_TORCH.split()} | {"fabs": "abs", "degrees": "rad2deg", "radians": "deg2rad"}
 NOT_IN_DOMAIN = "forward gives math.{} a number{} for which Python raises ValueError or OverflowError there"
 
-STOOD_FOR: dict[type, type] = {
-    Picked: Tensor,
-    Ahead: Tensor,
-    Turned: Tensor,
-    Listed: list,
-    Array: np.ndarray,
-}  # without a trace
+# What stands for what there is without a trace.
+STOOD_FOR: dict[type, type] = {Picked: Tensor, Ahead: Tensor, Turned: Tensor, Listed: list, Array: np.ndarray}
 
 
 @contextlib.contextmanager

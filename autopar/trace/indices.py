@@ -20,7 +20,6 @@ Picked = Any  # of `autopar.trace.masked`, which calls what is here
 
 
 TWICE = "forward writes to one place twice{}, as a mask picks two rows of that place, and which one stays nobody knows"
-BEYOND = "IndexError{}: an index of what a mask picks is out of range for dim {}, which has {} elements"
 OUTSIDE = "IndexError{}: index {} is out of range for dim {}, which has {} elements"
 WRITES = ("index_add", "index_copy", "index_fill")
 
@@ -148,7 +147,9 @@ def _written_wherever(tensor: Tensor, given: Sequence[Picked], rows: Picked, val
     for dim, one in enumerate(given):
         index, size = one.dense.long(), tensor.shape[dim]
         index = torch.where(index < 0, index + size, index)
-        checks.add(BEYOND.format(line_here(), dim, size), rows.mask & ((index < 0) | (index >= size)))
+        checks.add(
+            OUTSIDE.format(line_here(), "of what a mask picks", dim, size), rows.mask & ((index < 0) | (index >= size))
+        )
         indices.append(torch.where(rows.mask, index.clamp(0, size - 1), 0 if dim else count))
     longer, made = torch.cat([tensor, tensor[:1]]), values_at(value, rows, tensor.shape[len(given) :]).to(tensor.dtype)
     if isinstance(value, type(rows)):

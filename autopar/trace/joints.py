@@ -106,8 +106,8 @@ def _parts(test: ast.expr, goes_on: bool, parts: list[tuple[ast.expr, bool]]) ->
     that of the last.
     """
     match linked(test):
-        case ast.UnaryOp(ast.Not(), operand) if isinstance(inner := linked(operand), ast.BoolOp):
-            return "not", _parts(inner, not goes_on, parts)
+        case ast.UnaryOp(ast.Not(), operand) if isinstance(linked(operand), ast.BoolOp):
+            return "not", _parts(operand, not goes_on, parts)
         case ast.BoolOp(op, values):
             is_and = isinstance(op, ast.And)
             return "and" if is_and else "or", *(

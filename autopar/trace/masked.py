@@ -142,6 +142,10 @@ class Picked:
         branches = self.origins.checks.branches
         return turns(self, sys._getframe(1), lambda place: branches.place([place] if self.row else place))
 
+    @property
+    def T(self) -> Any:
+        return self.t()
+
     def tolist(self) -> Listed:
         return Listed(self)
 
@@ -178,8 +182,6 @@ def _method(name: str) -> Callable[..., Any]:
 
 for _name in (*OPERATORS, "setitem"):
     setattr(Picked, f"__{_name}__", _method(f"__{_name}__"))
-Picked.T = property(_method("t"))  # type: ignore[attr-defined]
-Picked.__hash__ = object.__hash__  # type: ignore[method-assign]  # `==` compares rows
 
 
 def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Origins) -> Any:
@@ -315,7 +317,7 @@ def _applied(func: Any, name: str, every: list[Picked], args: Sequence[Any], kwa
         return first.like(func(*_dense(args), **_dense(kwargs)))
     if not isinstance(args[0], Picked):
         raise refused(name)
-    name = "bmm" if name == "matmul" and len(every) == 2 else name
+    name = "bmm" if name == "matmul" and len(every) == 2 else name  # of one, a weight is no rows
     if name in OF_ROWS:
         return OF_ROWS[name](*args, **kwargs)
     if name == "batch_norm":

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autopar.errors import TraceError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.precision import CAST, TO_REDUCE_DTYPE
+from autopar.trace.written import NORMS
 
 __all__ = ["CAST", "NAMES", "TO_REDUCE_DTYPE", "casts_in_place", "compute_dtype", "insert_casts", "precision_named"]
 
@@ -104,8 +105,7 @@ def _is_of_norms_with_statistics(node: fx.Node) -> bool:
     16 bits beside parameters and statistics of 32, and none takes parameters of 16 bits beside statistics of 32. FSDP 1
     and autocast leave these in float32, too.
     """
-    norms = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
-    return bool(node.users) and all(user.target in norms and user.args[3] is not None for user in node.users)
+    return bool(node.users) and all(user.target in NORMS and user.args[3] is not None for user in node.users)
 
 
 def _is_written(module: fx.GraphModule, node: fx.Node) -> bool:

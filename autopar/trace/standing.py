@@ -47,7 +47,6 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 for _name in OPERATORS:
     setattr(Standing, f"__{_name}__", _refusing(_name))
-Standing.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 class Listed(Standing):
@@ -79,12 +78,10 @@ class Ahead(Standing):
 class Turned(Standing):
     """`rows.T`, of rows of one dim."""
 
-    @property
-    def T(self) -> Picked:
-        return self.rows
-
     def t(self) -> Picked:
         return self.rows
+
+    T = property(t)
 
     @property
     def shape(self) -> tuple[Any, ...]:

@@ -21,7 +21,8 @@ NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
 
 
 def read_before_assigned(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The exported module, in which what is read of buffers that are assigned are clones of them.
+    """The exported module, in which what is read of buffers that are assigned, and what norms write to ahead of such a
+    copy, are clones of them.
 
     torch.export makes `self.buffer = new` a copy at the end of forward, into what autograd may have saved by then.
     """

@@ -16,7 +16,7 @@ from torch.nn import functional
 import autopar
 from autopar import TraceError
 from tests.processes.compare import both_backward, same_gradients
-from tests.support.branching import quick_ones
+from tests.support.branching import Formed, quick_ones
 
 
 def by_another_name(h: Tensor) -> Tensor:
@@ -90,15 +90,6 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 FIRST = "by_another_name", "columns", "a_view", "rows_of_rows"
 
 
-class Model(nn.Module):
-    def __init__(self, form: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.form, self.inner = form, nn.Linear(6, 6).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.form(self.inner(x))
-
-
 @pytest.mark.parametrize("name", quick_ones(FORMS, FIRST))
 def test_they_are_as_on_one_process(name: str, one: DeviceMesh) -> None:
     as_on_one_process(name, one, 1)
@@ -111,7 +102,7 @@ def test_they_are_in_micro_batches(name: str, one: DeviceMesh) -> None:
 
 
 def as_on_one_process(name: str, one: DeviceMesh, micro_batches: int) -> None:
-    plain = Model(FORMS[name])
+    plain = Formed(FORMS[name], 6)
     parallel = autopar.compile(copy.deepcopy(plain), one, micro_batches=micro_batches)
     for seed in range(3):
         torch.manual_seed(seed)
@@ -129,9 +120,9 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_other_rows_are_refused(name: str, one: DeviceMesh) -> None:
     with pytest.raises(TraceError, match=r"(in place.* of such rows|rows of two masks)"):
-        autopar.compile(Model(WRONG[name]), one)(torch.randn(8, 6).double())
+        autopar.compile(Formed(WRONG[name], 6), one)(torch.randn(8, 6).double())
 
 
 def test_a_function_that_makes_others_writes_to_none(one: DeviceMesh) -> None:
     with pytest.raises(TraceError, match="and fill of such rows is not understood"):
-        autopar.compile(Model(lambda h: torch.fill(h[h[:, 0] > 0], 2.0).sum()), one)(torch.randn(8, 6).double())
+        autopar.compile(Formed(lambda h: torch.fill(h[h[:, 0] > 0], 2.0).sum(), 6), one)(torch.randn(8, 6).double())

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar
 from autopar import TraceError
 from tests.processes.compare import same_calls
-from tests.support.branching import quick_ones
+from tests.support.branching import Formed, quick_ones
 
 
 def places(h: Tensor) -> Tensor:
@@ -50,19 +50,10 @@ def by_a_mask_of_each(h: Tensor) -> Tensor:
 FORMS = {one.__name__: one for one in (places, covariance, of_each, by_a_mask_of_each)}
 
 
-class Model(nn.Module):
-    def __init__(self, form: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.form, self.inner = form, nn.Linear(4, 4).double()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.form(self.inner(x))
-
-
 @pytest.mark.parametrize("name", quick_ones(FORMS, ("places", "covariance", "by_a_mask_of_each")))
 def test_they_are_as_on_one_process(name: str, one: DeviceMesh) -> None:
     torch.manual_seed(1)
-    plain = Model(FORMS[name])
+    plain = Formed(FORMS[name])
     same_calls(plain, autopar.compile(copy.deepcopy(plain), one), 6, lambda number: torch.randn(4, 4).double())
 
 
@@ -80,4 +71,4 @@ def test_they_are_as_on_one_process(name: str, one: DeviceMesh) -> None:
 )
 def test_the_rest_is_refused(form: Callable[[Tensor], Any], told: str, one: DeviceMesh) -> None:
     with pytest.raises(TraceError, match=told):
-        autopar.compile(Model(form), one)(torch.randn(4, 4).double())
+        autopar.compile(Formed(form), one)(torch.randn(4, 4).double())

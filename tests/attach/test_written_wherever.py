@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import autopar
 from autopar import CheckFailed
 from tests.processes.compare import same_calls
-from tests.support.branching import quick_ones
+from tests.support.branching import Formed, quick_ones
 
 
 def targets(h: Tensor) -> Tensor:
@@ -59,15 +59,6 @@ def in_a_branch(h: Tensor) -> Tensor:
 FORMS = {one.__name__: one for one in (targets, in_their_order, kept_tokens, whole_rows_from_the_end, in_a_branch)}
 
 
-class Model(nn.Module):
-    def __init__(self, form: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.form, self.inner = form, nn.Linear(4, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.form(self.inner(x))
-
-
 def batch(number: int) -> Tensor:
     return torch.randn(4, 4).double() * (number % 3)  # of zeros, too: all rows are the same ones then
 
@@ -75,7 +66,7 @@ def batch(number: int) -> Tensor:
 @pytest.mark.parametrize("name", quick_ones(FORMS, ("targets", "in_their_order", "in_a_branch")))
 def test_they_are_as_on_one_process(name: str, one: DeviceMesh) -> None:
     torch.manual_seed(1)
-    plain = Model(FORMS[name])
+    plain = Formed(FORMS[name])
     same_calls(plain, autopar.compile(copy.deepcopy(plain), one), 6, batch)
 
 
@@ -100,4 +91,4 @@ def beyond(h: Tensor) -> Tensor:
 )
 def test_what_nobody_can_write_is_told(form: Callable[[Tensor], Tensor], told: str, one: DeviceMesh) -> None:
     with pytest.raises(CheckFailed, match=told):
-        autopar.compile(Model(form), one)(torch.randn(4, 4).double())
+        autopar.compile(Formed(form), one)(torch.randn(4, 4).double())

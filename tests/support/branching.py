@@ -51,6 +51,17 @@ class Experts(nn.Module):
         return functional.mse_loss(h, x.sin())
 
 
+class Formed(nn.Module):
+    """What a form makes of what a linear layer gives, in double precision."""
+
+    def __init__(self, form: Callable[[Tensor], Any], width: int = 4) -> None:
+        super().__init__()
+        self.form, self.inner = form, nn.Linear(width, width).double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(self.inner(x))
+
+
 def tokens(used: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
     """Tokens, and what makes each of them choose one of the experts that are `used`."""
     torch.manual_seed(seed)
