@@ -30,6 +30,7 @@ from autopar.trace.converted import Converted
 from autopar.trace.effects import added_to, effects_of
 from autopar.trace.entries import NO_BASE, NOT_AHEAD, Entry, entry_of, value_of
 from autopar.trace.gathered import Gathered, cut, items_of
+from autopar.trace.passed_on import frames, given_to, of_modules
 from autopar.trace.places import refused
 from autopar.trace.tracers import both_of, context_of, is_ours
 from autopar.trace.values import MISSING, SCALARS, is_installed, is_torchs
@@ -72,6 +73,7 @@ class Branches:
         self._traced: Any = None  # what `sys.gettrace` gave before it did
         self._failing: FrameType | None = None  # whose code has raised what it may catch
         self._clean = set[CodeType]()  # what leaves nothing behind
+        self._modules: Any = None  # sees what modules give
         self._count = 0
 
     def begin(
@@ -159,6 +161,8 @@ class Branches:
             beside=beside,
         )  # fmt: skip
         self._begun[key] = branch
+        if body.gives and self._modules is None:
+            self._modules = of_modules(self._chosen)
         if body.is_watched:
             self._watched.setdefault(id(frame), (frame, frame.f_trace))
             frame.f_trace = self._goes_on
@@ -247,14 +251,14 @@ class Branches:
 
     def given(self, result: Any) -> Any:
         """What a function of torch gives to the code that has called it: what a branch ends with is chosen there."""
-        if not any(one.body.gives for one in self._begun.values()):
-            return result
-        frame, within = sys._getframe(2), 0  # behind the mode
-        while frame.f_back is not None and is_torchs(frame.f_code.co_filename):
-            within += frame.f_code in self._calls
-            frame = frame.f_back
-        for key, one in [*reversed(self._begun.items())] if not within else ():
-            if one.frame is frame and frame.f_lasti in one.body.gives:
+        return self._chosen(sys._getframe(2), result) if self._modules is not None else result  # behind the mode
+
+    def _chosen(self, frame: FrameType | None, result: Any) -> Any:
+        """Likewise what is given to the code of a frame, by a function or a module that this has called."""
+        waits = [(key, one) for key, one in reversed(self._begun.items()) if one.body.gives]
+        given = {id(one): one for one in given_to(frame, self._calls)} if waits else {}
+        for key, one in waits:
+            if (to := given.get(id(one.frame))) is not None and to.f_lasti in one.body.gives:
                 del self._begun[key]
                 old = one.before[VALUE]
                 is_listed = isinstance(old, Tensor) and type(result) is list and len(result) == 1  # `functions.applied`
@@ -282,7 +286,7 @@ class Branches:
         """Those that run now, or ask the rest of their condition, the innermost one last."""
         if not self._begun:
             return []
-        running = {*map(id, _frames(sys._getframe(1)))}
+        running = {*map(id, frames(sys._getframe(1)))}
         kept = dict[tuple[int, tuple[int, int]], Branch]()
         here = list[Branch]()
         for key, one in self._begun.items():
@@ -364,9 +368,11 @@ class Branches:
             sys.settrace(self._traced)
         if self._looks_on and self._collects:
             gc.enable()
+        if self._modules is not None:
+            self._modules.remove()
         for frame, before in self._watched.values():
             frame.f_trace = before
-        self._looks_on = False
+        self._looks_on, self._modules = False, None
         self._begun.clear(), self._watched.clear()
 
 
@@ -390,9 +396,3 @@ def _here(found: Callable[[CodeType, int], Body | str], frame: FrameType) -> Bod
 def _leaves(frame: FrameType, branch: Branch, effect: str) -> str:
     code = frame.f_code
     return LEAVES.format(code.co_name, code.co_filename, code.co_firstlineno, branch.where, effect)
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -29,6 +29,7 @@ from autopar.trace.exported import SPARSE
 from autopar.trace.lines import line_here
 from autopar.trace.masked import Picked
 from autopar.trace.numbers import Number
+from autopar.trace.passed_on import passes_on
 
 _LIBRARY = torch.library.Library("autopar_functions", "DEF")
 _LIBRARY.define("apply(Tensor[] tensors, int number) -> Tensor[]")
@@ -70,6 +71,7 @@ class _Application:
         return [leaf for leaf in self.given if isinstance(leaf, Tensor)]
 
 
+@passes_on
 def applied(application: Any, tensors: list[Tensor]) -> list[Tensor]:
     """What it gives, in an operator that `with_functions` has it in the place of; by itself where nothing is exported
     (forward runs once more, to see why it was not). It has `shapes`, too.
@@ -80,7 +82,8 @@ def applied(application: Any, tensors: list[Tensor]) -> list[Tensor]:
     return torch.ops.autopar_functions.apply(tensors, len(_here.applications) - 1)
 
 
-def _applied(kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@passes_on
+def as_operator(kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `Function.apply` is while a model is exported."""
     if (taken := _computed_again(kind, args)) is not None:  # which is the plan's to say
         return args[0](*taken)
@@ -187,7 +190,7 @@ class _Instead:
         assert __class__
         from sys import modules
 
-        return modules["autopar.trace.functions"]._applied(cls, args, kwargs)
+        return modules["autopar.trace.functions"].as_operator(cls, args, kwargs)
 
 
 _lock = threading.RLock()
