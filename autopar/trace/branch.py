@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from autopar.trace.bodies import Body, places_of
 from autopar.trace.entries import Entry
 
+LEAVES = "forward calls {} ({}:{}) {}, and {}: a program always goes in there. Do that behind the branch"
 WHERE = "in a branch that it takes by values ({}:{})"
 
 
@@ -85,3 +86,7 @@ class Branch:
     @property
     def where(self) -> str:
         return WHERE.format(self.file, self.body.first[0])
+
+    def told(self, code: CodeType, effect: str) -> str:
+        """That the code of a function that it calls leaves something behind."""
+        return LEAVES.format(code.co_name, code.co_filename, code.co_firstlineno, self.where, effect)

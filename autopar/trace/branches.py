@@ -37,7 +37,6 @@ from autopar.trace.values import MISSING, SCALARS, is_installed, is_torchs
 
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
 
-LEAVES = "forward calls {} ({}:{}) {}, and {}: a program always goes in there. Do that behind the branch"
 GIVES = (
     "what forward goes on with {} is chosen behind it, and nobody can see where that is computed: have it be what a "
     "function of torch gives, give it a name, or choose by torch.where"
@@ -74,6 +73,7 @@ class Branches:
         self._failing: FrameType | None = None  # whose code has raised what it may catch
         self._clean = set[CodeType]()  # what leaves nothing behind
         self._modules: Any = None  # sees what modules give
+        self._chose: tuple[FrameType, int, str] | None = None  # for the code of that frame, which was there
         self._count = 0
 
     def begin(
@@ -135,7 +135,7 @@ class Branches:
         if isinstance(entries := self._entries(body, frame), str):
             return entries
         self._look()
-        self._count += 1
+        self._chose, self._count = None, self._count + 1
         if self._count == MANY:
             warnings.warn(SLOW.format(MANY, frame.f_code.co_filename, body.line), stacklevel=2)
         outside = [one for one in (*self.here()[-1:], earlier) if one is not None]
@@ -227,6 +227,8 @@ class Branches:
         if is_ours(before := self._watched[id(frame)][1]):
             before(frame, event, given)
         self.tensors.write_through(contextlib.nullcontext())
+        if self._chose is not None and self._chose[0] is frame:
+            self._chose = None
         held, now = frame.f_locals, dict[str, Any]()
         is_end, is_failing = event == "return", event == "exception" or (event == "return" and given is None)
         self._failing = frame if event == "exception" else self._failing if is_end else None
@@ -256,11 +258,13 @@ class Branches:
     def _chosen(self, frame: FrameType | None, result: Any) -> Any:
         """Likewise what is given to the code of a frame, by a function or a module that this has called."""
         waits = [(key, one) for key, one in reversed(self._begun.items()) if one.body.gives]
-        given = {id(one): one for one in given_to(frame, self._calls)} if waits else {}
+        given = {one: one.f_lasti for one in given_to(frame, self._calls)} if waits or self._chose else {}
+        if self._chose is not None and given.get(self._chose[0]) == self._chose[1]:  # functools.reduce calls several
+            self._raise(TraceError(self._chose[2]))
         for key, one in waits:
-            if (to := given.get(id(one.frame))) is not None and to.f_lasti in one.body.gives:
+            if one.frame in given and given[one.frame] in one.body.gives:
                 del self._begun[key]
-                old = one.before[VALUE]
+                self._chose, old = (one.frame, one.frame.f_lasti, GIVES.format(one.where)), one.before[VALUE]
                 is_listed = isinstance(old, Tensor) and type(result) is list and len(result) == 1  # `functions.applied`
                 with self._mode:
                     made = self.choices.of_two(VALUE, one, result[0] if is_listed else result, old)
@@ -347,7 +351,7 @@ class Branches:
             adds, effects = added_to(code), effects_of(code, context_of(frame))
             lists = [one for one in adds if isinstance(frame.f_locals.get(one), (list, set, dict, deque, bytearray))]
             if lists:
-                self._raise(TraceError(_leaves(frame, branch, f"it adds to {lists[0]}")))
+                self._raise(TraceError(branch.told(frame.f_code, f"it adds to {lists[0]}")))
             if not effects:
                 self._clean |= set[CodeType]() if adds else {code}
             return self._runs if effects else None
@@ -359,7 +363,7 @@ class Branches:
             one.told for one in effects_of(frame.f_code, context_of(frame)) if one.first <= frame.f_lineno <= one.last
         ]
         if told and event == "line" and (here := self.here()):
-            self._raise(TraceError(_leaves(frame, here[0], told[0])))
+            self._raise(TraceError(here[0].told(frame.f_code, told[0])))
         return self._runs
 
     def end(self) -> None:
@@ -372,7 +376,7 @@ class Branches:
             self._modules.remove()
         for frame, before in self._watched.values():
             frame.f_trace = before
-        self._looks_on, self._modules = False, None
+        self._looks_on, self._modules, self._chose = False, None, None
         self._begun.clear(), self._watched.clear()
 
 
@@ -391,8 +395,3 @@ def _here(found: Callable[[CodeType, int], Body | str], frame: FrameType) -> Bod
             if hasattr(type(value_of(over, frame)), "__next__"):
                 return f"it goes on with {ast.unparse(over)}, which is an iterator"
     return body
-
-
-def _leaves(frame: FrameType, branch: Branch, effect: str) -> str:
-    code = frame.f_code
-    return LEAVES.format(code.co_name, code.co_filename, code.co_firstlineno, branch.where, effect)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +102,10 @@ def of_torchs_functions(model: Chooses, h: Tensor) -> Tensor:
     return one + (2 - h if h.mean() > 0 else F.sigmoid(h)) + (F.layer_norm(h, (6,)) if h.max() > 3 else 1 / h.exp())
 
 
+def known_at_last(model: Chooses, h: Tensor) -> Tensor:
+    return torch.stack([torch.tanh(h * k) if c else h for k, c in enumerate((h.mean() > 0, True, h.max() < 3, False))])
+
+
 def log_prob(model: Chooses, h: Tensor) -> Tensor:
     return (Normal(h, 1.5).log_prob(h.detach() + 1) if h.mean() > 0 else h) * 2
 
@@ -108,7 +114,7 @@ FORMS = {
     one.__name__: one
     for one in (
         container, container_else, two_containers, norms, in_a_list, own_module, own_method, early, early_own,
-        of_torchs_functions, log_prob,
+        of_torchs_functions, known_at_last, log_prob,
     )
 }  # fmt: skip
 FIRST = ("container", "container_else", "norms", "own_method", "early", "of_torchs_functions")
@@ -143,7 +149,11 @@ def hooked(model: Chooses, h: Tensor) -> Tensor:
     return h + (model.at_once(h) if h.mean() > 0 else h)
 
 
-@pytest.mark.parametrize("form", [of_code_that_goes_on, computed_again, hooked])
+def several_by_one(model: Chooses, h: Tensor) -> Tensor:
+    return h + (functools.reduce(operator.add, [h, h.exp(), h * 2]) if h.mean() > 0 else h)
+
+
+@pytest.mark.parametrize("form", [of_code_that_goes_on, computed_again, hooked, several_by_one])
 def test_what_nobody_sees_as_a_whole_is_refused(form: Callable[[Any, Tensor], Tensor], one: DeviceMesh) -> None:
     model = Chooses(form)
     if form is hooked:
