@@ -41,8 +41,8 @@ class Body:
     code computes what is chosen in the place of `VALUE`; `is_rest`: the function returns elsewhere, too;
     `appended`: lists that it appends to; `entries`: of dicts, lists and objects, which it assigns; `local`: names of
     what the function makes itself; `rest`: what its condition asks behind this, and the truths of these with which this
-    one settles it. `breaks`: it is the rest of a loop that ends where it is not taken. Its `if`, or that loop, stands
-    in that `line`, and what is behind it behind the line `until`.
+    one settles it. `breaks`: it is the rest of a loop that ends where it is not taken; `is_part`: a later part of a
+    condition. Its `if`, or that loop, stands in that `line`, and what is behind it behind the line `until`.
     """
 
     first: tuple[int, int]
@@ -64,6 +64,7 @@ class Body:
     local: frozenset[str] = NOTHING
     rest: tuple[tuple[ast.expr, bool], ...] = field(default=(), compare=False)
     breaks: bool = False
+    is_part: bool = False
 
     @property
     def leaves(self) -> bool:
@@ -73,7 +74,7 @@ class Body:
     @property
     def is_watched(self) -> bool:
         """Whether something is to be done when its code goes on behind it."""
-        return bool(self.leaves or self.gives or self.is_joint or self.is_rest)
+        return bool(self.leaves or self.gives or self.is_joint or self.is_rest or self.is_part)
 
 
 @lru_cache(maxsize=1024)
@@ -284,13 +285,15 @@ def _rest(
 def _of_choice(
     choice: ast.IfExp, function: ast.FunctionDef, code: CodeType, asks: tuple[str, tuple[int, int]]
 ) -> Body | str:
-    """`a if mask.any() else b`: that side is gone into whose value can be changed where it is computed."""
+    """`a if mask.any() else b`, which a name may be assigned to; else that side is gone into whose value can be changed
+    where it is computed.
+    """
+    found = _of_name(choice, function, asks)
+    if isinstance(found, Body):
+        return found
     sides = (True, choice.body, choice.orelse), (False, choice.orelse, choice.body)
-    found = [(truth, side, another) for truth, side, another in sides if is_root(side)]
-    if not found:
-        return _of_names(choice, function, asks)
-    for truth, side, another in found:
-        if (wanted := wanted_of(choice.test, asks, truth)) is None:
+    for truth, side, another in sides:
+        if not is_root(side) or (wanted := wanted_of(choice.test, asks, truth)) is None:
             continue
         if any(isinstance(part, ast.NamedExpr) for one in (side, another) for part in ast.walk(one)):
             return "it assigns a name there"
@@ -300,11 +303,11 @@ def _of_choice(
         gives, until = calls_of(code, side), choice.end_lineno or 0
         body = replace(body, assigned=NOTHING, of_other=frozenset((VALUE,)), gives=gives, until=until)
         return _asked_in(body, choice.test, choice.lineno, asks, truth, function)
-    return ASKS_MORE
+    return found if not any(is_root(side) for _, side, _ in sides) else ASKS_MORE
 
 
-def _of_names(choice: ast.IfExp, function: ast.FunctionDef, asks: tuple[str, tuple[int, int]]) -> Body | str:
-    """`x = a if mask.any() else b`: the name can be another one behind that."""
+def _of_name(choice: ast.IfExp, function: ast.FunctionDef, asks: tuple[str, tuple[int, int]]) -> Body | str:
+    """`x = a if mask.any() else b`: the name can be another one behind that, as behind an `if`."""
     for one in ast.walk(function):
         match one:
             case ast.Assign([ast.Name(name)], value) if value is choice:
@@ -315,11 +318,12 @@ def _of_names(choice: ast.IfExp, function: ast.FunctionDef, asks: tuple[str, tup
                 wanted = wanted_of(choice.test, asks, True)
                 if wanted is None:
                     return ASKS_MORE
-                body = _body([nothing(one)], [assignment(name, choice.orelse)], function, wanted, ends=set[type]())
+                inside, other = ([assignment(name, side)] for side in (choice.body, choice.orelse))
+                body = _body(inside, other, function, wanted, ends=set[type]())
                 if isinstance(body, str):
                     return body
-                names = frozenset((name,))
-                body = replace(body, assigned=names, of_other=names, until=one.end_lineno or 0)
+                assigned, of_other = body.assigned | {name}, body.of_other | {name}
+                body = replace(body, assigned=assigned, of_other=of_other, until=one.end_lineno or 0)
                 return _asked_in(body, choice.test, one.lineno, asks, True, function)
             case _:
                 pass

@@ -56,13 +56,7 @@ class Branches:
     others for one of these; `number`: the type of numbers of each call (`autopar.trace.numbers.Number`).
     """
 
-    def __init__(
-        self,
-        checks: Any,
-        mode: Any,
-        calls: Sequence[Callable[..., Any]],
-        number: Any,
-    ) -> None:
+    def __init__(self, checks: Any, mode: Any, calls: Sequence[Callable[..., Any]], number: Any) -> None:
         self.tensors = Converted(checks.notes, mode, checks.count)
         self._checks, self.choices = checks, Choices(self.tensors, checks, number)
         self._mode, self._calls = mode, frozenset(one.__code__ for one in calls)  # type: ignore[attr-defined]
@@ -73,7 +67,7 @@ class Branches:
         self._failing: FrameType | None = None  # whose code has raised what it may catch
         self._clean = set[CodeType]()  # what leaves nothing behind
         self._modules: Any = None  # sees what modules give
-        self._chose: tuple[FrameType, int, str] | None = None  # for the code of that frame, which was there
+        self._chose: tuple[Branch, int] | None = None  # what it ended with, and where its code was
         self._count = 0
 
     def begin(
@@ -88,6 +82,12 @@ class Branches:
             return body
         told = self._begin(asked, frame, body, rows if body.wanted == is_some else None, is_seen=is_seen)
         return body.wanted if told is None else told
+
+    def asks(self, frame: FrameType, later: Sequence[tuple[Body, Tensor]]) -> None:
+        """The code of a frame goes on with these parts of its condition, each of which it asks where that is true."""
+        self._begun = {at: one for at, one in self._begun.items() if one.frame is not frame or not one.body.is_part}
+        for body, truth in later:
+            self._begin(truth, frame, body, None)
 
     def turns(self, truths: Tensor, frame: FrameType, made: Callable[[int], Any]) -> Iterator[Any]:
         """What is made of places of what is true, for a loop over these, which goes over all places, with a branch in
@@ -179,12 +179,12 @@ class Branches:
         """Those that a branch assigns; why it may not."""
         found, ahead = dict[Any, Entry](), set[Any]()
         for target in body.entries:
-            entry = entry_of(target, frame)
+            entry = entry_of(target, frame, body.of_other)
             if isinstance(entry, str):
                 return entry
             if entry is not None:
                 found.setdefault(entry.same, entry)
-                if entry.told in body.of_other or self._is_of_call(entry.old, target, body):
+                if entry.is_either_way or self._is_of_call(entry.old, target, body):
                     ahead.add(entry.same)
         for same, entry in found.items():
             if same not in ahead:
@@ -227,7 +227,7 @@ class Branches:
         if is_ours(before := self._watched[id(frame)][1]):
             before(frame, event, given)
         self.tensors.write_through(contextlib.nullcontext())
-        if self._chose is not None and self._chose[0] is frame:
+        if self._chose is not None and self._chose[0].frame is frame:
             self._chose = None
         held, now = frame.f_locals, dict[str, Any]()
         is_end, is_failing = event == "return", event == "exception" or (event == "return" and given is None)
@@ -258,13 +258,16 @@ class Branches:
     def _chosen(self, frame: FrameType | None, result: Any) -> Any:
         """Likewise what is given to the code of a frame, by a function or a module that this has called."""
         waits = [(key, one) for key, one in reversed(self._begun.items()) if one.body.gives]
-        given = {one: one.f_lasti for one in given_to(frame, self._calls)} if waits or self._chose else {}
-        if self._chose is not None and given.get(self._chose[0]) == self._chose[1]:  # functools.reduce calls several
-            self._raise(TraceError(self._chose[2]))
+        if not waits and self._chose is None:
+            return result
+        given: dict[Any, int] = {one: one.f_lasti for one in given_to(frame, self._calls)}
+        chose, at = self._chose or (None, 0)
+        if chose is not None and given.get(chose.frame) == at:  # one call calls several: functools.reduce
+            self._raise(TraceError(GIVES.format(chose.where)))
         for key, one in waits:
             if one.frame in given and given[one.frame] in one.body.gives:
                 del self._begun[key]
-                self._chose, old = (one.frame, one.frame.f_lasti, GIVES.format(one.where)), one.before[VALUE]
+                self._chose, old = (one, given[one.frame]), one.before[VALUE]
                 is_listed = isinstance(old, Tensor) and type(result) is list and len(result) == 1  # `functions.applied`
                 with self._mode:
                     made = self.choices.of_two(VALUE, one, result[0] if is_listed else result, old)
@@ -304,9 +307,7 @@ class Branches:
         return here
 
     def hang(self) -> list[tuple[Tensor, bool]]:
-        """The values that it hangs on whether the code runs that does now, and which they are where it does: it is in
-        branches, or in a later part of a condition.
-        """
+        """The values that it hangs on whether the code runs that does now, and which they are where it does."""
         return [ask for one in self.here() for ask in one.asks]
 
     def sees(self) -> None:

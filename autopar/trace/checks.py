@@ -233,11 +233,13 @@ class Checks:
         truth = self.branches.tensors.truth(asked)
         with self.branches.tensors.own():
             truths = {**before, part.number: truth if part.truth else truth.logical_not()}
-            if not part.is_last:
-                self._joint[id(frame), part.place] = frame, truths
-                return part.goes_on
-            whole = part.together(truths)
+            later = [*part.asked(truths)]
+            whole = part.together(truths) if part.is_last else truth
             whole = whole if part.settles else whole.logical_not()
+        self.branches.asks(frame, later)
+        if not part.is_last:
+            self._joint[id(frame), part.place] = frame, truths
+            return part.goes_on
         return self._or_why(self.branches.begin(whole, frame, None, is_seen=is_seen))
 
     def sees_all(self) -> None:

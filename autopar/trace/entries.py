@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from autopar.trace.modules import REGISTERED
 from autopar.trace.values import MISSING
 
 HOLDERS = (dict, OrderedDict, defaultdict, list)
@@ -20,20 +21,21 @@ NOT_AHEAD = "{}, which it assigns, is no tensor that this call has made ahead of
 
 @dataclass
 class Entry:
-    """One, as its source is told, in an object that has it by a key or as an attribute. `old`: what it is ahead of the
-    branch, `otherwise`: behind one that is not taken; MISSING: it is not there.
+    """One, as its source is told, in an object that has it by a key or as an attribute. `is_either_way`: an else has
+    it too. `old`: what it is ahead of the branch, `otherwise`: behind one that is not taken; MISSING: it is not there.
     """
 
     told: str
     holder: Any
     key: Any
     is_attribute: bool
+    is_either_way: bool
     old: Any = MISSING
     otherwise: Any = MISSING
     lies: int | None = None  # its `place` where the branch is not taken, and something else is done
 
     def __post_init__(self) -> None:
-        self.old = self.otherwise = self.now()
+        self.old = self.otherwise = self._held() if self.is_either_way else self.now()
 
     @property
     def same(self) -> tuple[int, bool, Any]:
@@ -44,6 +46,15 @@ class Entry:
     def place(self) -> int:
         """In which order it lies among others of its dict."""
         return [*self.holder].index(self.key) if isinstance(self.holder, dict) and self.key in self.holder else 0
+
+    def _held(self) -> Any:
+        """What it is, for who puts it back. Nothing hangs on what a module has from its last call, and so none is said
+        to read it.
+        """
+        if not (self.is_attribute and isinstance(self.holder, nn.Module)):
+            return self.now()
+        held = object.__getattribute__(self.holder, "__dict__")
+        return self.now() if any(self.key in held[kept] for kept in REGISTERED) else held.get(self.key, MISSING)
 
     def now(self) -> Any:
         if self.is_attribute:
@@ -72,15 +83,19 @@ def is_entry(target: ast.expr, stored: Set[str]) -> bool:
     return is_known and not any(isinstance(one, ast.Name) and one.id in stored for one in ast.walk(target))
 
 
-def entry_of(target: ast.expr, frame: FrameType) -> Entry | str | None:
-    """It, in code of that frame; why it is none; None where it is a part of a tensor."""
+def entry_of(target: ast.expr, frame: FrameType, either_way: Set[str]) -> Entry | str | None:
+    """It, in code of that frame; why it is none; None where it is a part of a tensor. `either_way`: what an else has,
+    as its source is told.
+    """
     assert isinstance(target, ast.Subscript | ast.Attribute)
     told, holder = ast.unparse(target), value_of(target.value, frame)
+    of_two = told in either_way
     if told.split(".")[-1].startswith("__dict__"):
         return f"it writes to {ast.unparse(target.value)}"
     if isinstance(target, ast.Attribute):
         is_computed = hasattr(getattr(type(holder), target.attr, None), "__set__") or isinstance(holder, dict)
-        return f"it sets .{target.attr}" if holder is None or is_computed else Entry(told, holder, target.attr, True)
+        sets = f"it sets .{target.attr}"
+        return sets if holder is None or is_computed else Entry(told, holder, target.attr, True, of_two)
     if isinstance(holder, Tensor):
         return None
     if type(holder) not in HOLDERS:
@@ -89,7 +104,7 @@ def entry_of(target: ast.expr, frame: FrameType) -> Entry | str | None:
     key = eval(code, frame.f_globals, frame.f_locals)
     if isinstance(holder, list) and not (isinstance(key, int) and -len(holder) <= key < len(holder)):
         return NO_BASE.format(ast.unparse(target.value))
-    return Entry(told, holder, key % len(holder) if isinstance(holder, list) else key, False)
+    return Entry(told, holder, key % len(holder) if isinstance(holder, list) else key, False, of_two)
 
 
 def value_of(base: ast.expr, frame: FrameType) -> Any:

@@ -6,24 +6,24 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from types import CodeType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autopar.trace.bodies import Body, body_of
 from autopar.trace.conditions import SEVERAL, asks_at, linked, wanted_of
 from autopar.trace.converted import DRAWN
+from autopar.trace.effects import effect_in
 from autopar.trace.reading import holds
 
 # What may be computed where the code of a script would not.
 PLAIN = (
     ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.UnaryOp, ast.BinOp, ast.Subscript, ast.Slice, ast.Tuple,
-    ast.operator, ast.unaryop, ast.cmpop, ast.expr_context,
+    ast.operator, ast.unaryop, ast.cmpop, ast.expr_context, ast.Call, ast.keyword, ast.Starred,
 )  # fmt: skip
 MAY_FAIL = (ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)  # of numbers that the parts ahead of it may keep out
 
@@ -32,7 +32,8 @@ MAY_FAIL = (ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)  # of numbers that the part
 class Part:
     """A part of a condition that is asked now. `place`: line and column of all of it; `number`: which part it is;
     `truth`: the answer with which it is true; `goes_on`: the one with which the next part is asked; `settles`: of the
-    last one, the answer with which all is true then; `whole`: how parts are put together.
+    last one, the answer with which all is true then; `whole`: how parts are put together; `later`: where those behind
+    this one stand.
     """
 
     place: tuple[int, int]
@@ -41,6 +42,7 @@ class Part:
     goes_on: bool
     settles: bool | None
     whole: Any
+    later: tuple[Body, ...]
 
     @property
     def is_last(self) -> bool:
@@ -51,6 +53,14 @@ class Part:
         made = _together(self.whole, truths)
         assert isinstance(made, Tensor)  # which the last one decides
         return made
+
+    def asked(self, truths: Mapping[int, Tensor]) -> Iterator[tuple[Body, Tensor]]:
+        """Each later part, and the truth with which it is the next one that is asked."""
+        for number, body in enumerate(self.later, self.number + 1):
+            ahead = [(_together(one, truths), truth) for one, truth in _ahead_of(number, self.whole)]
+            tensors = [made if truth else made.logical_not() for made, truth in ahead if isinstance(made, Tensor)]
+            if tensors:  # else it is asked in any case
+                yield body, reduce(operator.and_, tensors)
 
 
 def _together(one: Any, truths: Mapping[int, Tensor]) -> Tensor | bool:
@@ -65,6 +75,21 @@ def _together(one: Any, truths: Mapping[int, Tensor]) -> Tensor | bool:
     if settles in [made for made in found if isinstance(made, bool)]:
         return settles
     return reduce(operator.or_ if settles else operator.and_, tensors) if tensors else not settles
+
+
+def _ahead_of(number: int, one: Any) -> Iterator[tuple[Any, bool]]:
+    """What is asked ahead of a part, and the truth of each with which that is asked."""
+    name, *inner = one
+    for part in inner if name != "part" else ():
+        if number <= _last_in(part):
+            yield from _ahead_of(number, part)
+            return
+        yield part, name == "and"
+
+
+def _last_in(one: Any) -> int:
+    """The number of its last part."""
+    return one[1] if one[0] == "part" else _last_in(one[-1])
 
 
 @lru_cache(maxsize=1024)
@@ -98,7 +123,12 @@ def part_of(code: CodeType, at: int) -> Part | None:
     settles = wanted_of(test, (opname, place), True) if len(rest) == 1 else None
     if len(rest) == 1 and settles is None:
         return None
-    return Part((test.lineno, test.col_offset), number, truth, truth == goes_on, settles, whole)
+    lines = test.lineno, test.end_lineno or 0
+    later = tuple(
+        Body((one.lineno, one.col_offset), (one.end_lineno or 0, one.end_col_offset or 0), True, (), (), *lines,
+            is_part=True) for one, _ in rest[1:]
+    )  # fmt: skip
+    return Part((test.lineno, test.col_offset), number, truth, truth == goes_on, settles, whole, later)
 
 
 def _parts(test: ast.expr, goes_on: bool, parts: list[tuple[ast.expr, bool]]) -> Any:
@@ -125,22 +155,8 @@ def is_needed(code: CodeType, at: int) -> bool:
 
 
 def _may_be_asked(part: ast.expr) -> bool:
-    return all(
-        _is_method(one) if isinstance(one, ast.Call) else isinstance(one, PLAIN) and not isinstance(one, MAY_FAIL)
-        for one in ast.walk(part)
-    )
-
-
-def _is_method(call: ast.Call) -> bool:
-    """Whether it is one of a tensor, or a function of torch, that changes nothing."""
-    match call.func:
-        case ast.Attribute(attr=name):
-            return (
-                not name.endswith("_")
-                and not DRAWN.fullmatch(name)
-                and (hasattr(torch.Tensor, name) or hasattr(torch, name))
-            )
-        case ast.Name("len" | "abs" | "float" | "int" | "bool"):
-            return True
-        case _:
-            return False
+    kinds = all(isinstance(one, PLAIN) and not isinstance(one, MAY_FAIL) for one in ast.walk(part))
+    functions = (one.func for one in ast.walk(part) if isinstance(one, ast.Call))
+    names = [one.attr for one in functions if isinstance(one, ast.Attribute)]
+    draws = any(name.endswith("_") or DRAWN.fullmatch(name) for name in names)
+    return kinds and not draws and effect_in([part], frozenset()) is None

@@ -4,10 +4,8 @@ result on as its own (`return function(x)`).
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections.abc import Callable, Iterator, Set
-from functools import lru_cache
 from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar, cast
 
@@ -19,6 +17,7 @@ from torch.overrides import handle_torch_function
 from torch.utils.hooks import RemovableHandle
 
 from autopar.trace.modules import leaving_modules
+from autopar.trace.statements import returned_in
 
 # Files of what calls modules: torch's own, and what is in its place while that, or torch.fx, or we trace.
 CALL_OF_MODULES = {
@@ -51,7 +50,7 @@ def given_to(frame: FrameType | None, calls: Set[CodeType]) -> Iterator[FrameTyp
         if one.f_code in calls:
             return
         yield one
-        if one.f_code not in PASSED_ON and one.f_lasti not in _last_of(one.f_code):
+        if one.f_code not in PASSED_ON and one.f_lasti not in returned_in(one.f_code):
             return
 
 
@@ -65,14 +64,3 @@ def of_modules(given: Callable[[FrameType | None, Any], Any]) -> RemovableHandle
         return None if module._forward_hooks else given(caller, result)
 
     return register_module_forward_hook(chosen)
-
-
-@lru_cache(maxsize=1024)
-def _last_of(code: CodeType) -> frozenset[int]:
-    """Where a code is while it calls what gives the result that it returns as it is."""
-    found, last = set[int](), 0
-    for one in dis.get_instructions(code):
-        if one.opname == "RETURN_VALUE":
-            found.update(range(last, one.offset, 2))  # with what CPython keeps behind an instruction
-        last = one.offset
-    return frozenset(found)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import dis
 import itertools
+from collections.abc import Sequence
+from functools import lru_cache
 from types import CodeType
 
 ROOTS = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Subscript, ast.Compare)  # what gives something new, if they do
@@ -55,8 +57,25 @@ def calls_of(code: CodeType, part: ast.expr) -> frozenset[int]:
             continue
         if first <= (at.lineno, at.col_offset or 0) and (at.end_lineno or 0, at.end_col_offset or 0) <= last:
             found, end = [*found[-1:], one], behind.offset
-    begins = [one.offset for one in found if one is found[-1] or one.opname == "PRECALL"]
-    return frozenset(range(begins[0], end, 2))  # with what CPython keeps behind an instruction
+    return frozenset(while_doing(found, end))
+
+
+@lru_cache(maxsize=1024)
+def returned_in(code: CodeType) -> frozenset[int]:
+    """Where code may be while it calls what gives the value that it returns as it is."""
+    found, last = set[int](), list[dis.Instruction]()
+    for one in dis.get_instructions(code):
+        if one.opname == "RETURN_VALUE":
+            found.update(while_doing(last, one.offset))
+        last = [*last[-1:], one]
+    return frozenset(found)
+
+
+def while_doing(last: Sequence[dis.Instruction], end: int) -> range:
+    """Where code may be while it does the last of these instructions, behind which the next one begins at `end`: there,
+    at what CPython 3.11 does ahead of a call, or at what it keeps behind an instruction.
+    """
+    return range(next(one.offset for one in last if one is last[-1] or one.opname == "PRECALL"), end, 2)
 
 
 def statements_in(function: ast.FunctionDef) -> list[ast.stmt]:

@@ -183,7 +183,7 @@ NOT = {
     goes_on_with_what_another_makes: "what forward goes on with in a branch .* is chosen behind it, and nobody can see",
     assigned_by_what_is_known: "forward assigns 'h' in .* a tensor of shape .*, and else not assigned",
     returns_by_what_is_known: "what forward goes on with in a branch .* is chosen behind it, and nobody can see",
-    one_of_them_nothing: "forward assigns what it goes on with in .* a tensor of shape .*, and else a NoneType",
+    one_of_them_nothing: "forward assigns 'made' in .* a tensor of shape .*, and else a NoneType",
     returns_what_it_names: "as it assigns a name there",
     else_that_returns: "it has an else that ends something",
     inverse_of_nothing: "forward calls linalg_inv_ex at .*need not be what that takes",

@@ -163,7 +163,7 @@ FORMS = [
     arrays_of_so_many, of_those_that_are_drawn, cropped_to_a_size, scaled_by_one_of_several, by_whole_numbers,
     written_at_a_place, until_it_fits, between_two, either, nothing_ahead, by_arrays, of_math, of_a_generator,
 ]  # fmt: skip
-OF_ONE = (shuffled_rows, of_math, of_a_generator, written_at_a_place)  # which leave all open
+OF_ONE = (shuffled_rows, between_two, of_math, of_a_generator, written_at_a_place)  # which leave all open
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)

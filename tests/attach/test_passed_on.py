@@ -110,14 +110,55 @@ def log_prob(model: Chooses, h: Tensor) -> Tensor:
     return (Normal(h, 1.5).log_prob(h.detach() + 1) if h.mean() > 0 else h) * 2
 
 
+def in_lines(model: Chooses, h: Tensor) -> Tensor:
+    gated = model.block(h)
+    gated = gated * 2
+    return gated
+
+
+def named(model: Chooses, h: Tensor) -> Tensor:
+    y = in_lines(model, h) if h.mean() > 0 else h
+    z = checkpoint(model.another, h, use_reentrant=False) if h.max() < 5 else model.at_last(h)
+    return y + z
+
+
+def named_and_added_up(model: Chooses, h: Tensor) -> Tensor:
+    y = sum(model.block(one) for one in (h, -h)) if h.mean() > 0 else sum([model.norm(h), h])
+    z = h if h.max() < 5 else sum(map(model.norm, (h, h * 2)))
+    return y + z
+
+
+def named_in_a_loop(model: Chooses, h: Tensor) -> Tensor:
+    for layer in (model.block, model.norm, model.another):
+        h = layer(h) if h.mean() > 0 or layer(h - 1).max() < 1 else (
+            h * 0.5 - 1
+        )  # fmt: skip
+    return h
+
+
+def named_twice(model: Chooses, h: Tensor) -> Tensor:
+    z = h
+    y = (z := model.block(h)) + z if h.mean() > 0 else h
+    return y + z
+
+
 FORMS = {
     one.__name__: one
     for one in (
         container, container_else, two_containers, norms, in_a_list, own_module, own_method, early, early_own,
-        of_torchs_functions, known_at_last, log_prob,
+        of_torchs_functions, known_at_last, log_prob, named, named_and_added_up, named_in_a_loop, named_twice,
     )
 }  # fmt: skip
-FIRST = ("container", "container_else", "norms", "own_method", "early", "of_torchs_functions")
+FIRST = (
+    "container",
+    "container_else",
+    "norms",
+    "own_method",
+    "early",
+    "of_torchs_functions",
+    "named",
+    "named_and_added_up",
+)
 
 
 def batch(number: int) -> Tensor:
@@ -129,12 +170,6 @@ def test_what_is_chosen_is_what_was_computed_as_a_whole(name: str, one: DeviceMe
     torch.manual_seed(1)
     plain = Chooses(FORMS[name]).double()
     same_calls(plain, autopar.compile(copy.deepcopy(plain), one), 4, batch)
-
-
-def in_lines(model: Chooses, h: Tensor) -> Tensor:
-    gated = model.block(h)
-    gated = gated * 2
-    return gated
 
 
 def of_code_that_goes_on(model: Chooses, h: Tensor) -> Tensor:
