@@ -115,7 +115,8 @@ def without_stages(graph: Graph, hardware: Hardware, progress: Progress) -> Foun
 def in_stages(graph: Graph, hardware: Hardware, micro_batches: int, progress: Progress) -> Pipeline:
     """The search's pipeline, a stage on each node."""
     question = ask(in_rounds_of_stages(graph, micro_batches), within_stage(STAGES), hardware)
-    return pipeline_of(question, STAGES, Request(memory=memory_on(hardware, STAGES)), progress=progress)
+    request = Request(memory=memory_on(hardware, STAGES))
+    return pipeline_of(question, STAGES, request, stages_per_rank=1, progress=progress)
 
 
 def priced_again(found: Pipeline, hardware: Hardware) -> Found:
