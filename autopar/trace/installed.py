@@ -136,6 +136,11 @@ def _write_to_buffers(
     """What forward has set buffers of parts to (`self.mean = 0.9 * self.mean + ..`) is written to those that were
     there, as torch.export does it for the whole model's own alone. `with_gradient`: what is set to a tensor with one.
     """
+    if taken := [".".join(filter(None, place)) for place in before if place not in now]:
+        raise TraceError(
+            f"forward takes the buffer {taken[0]} away, which a program would not do again: set it to zeros, or take "
+            "it away outside of forward"
+        )
     changed = {place: buffer for place, buffer in now.items() if before.get(place, MISSING) is not buffer}
     owned = {id(buffer) for place, buffer in before.items() if place not in changed}
     of_others = {id(buffer) for buffer in before.values()}
@@ -161,8 +166,15 @@ def _write_to_buffers(
             )
         if buffer.requires_grad:
             with_gradient.add(called)
+        buffer = buffer.clone() if id(buffer) in of_others else buffer
         if path:
-            written.append(((path, name), was, buffer.clone() if id(buffer) in of_others else buffer))
+            written.append(((path, name), was, buffer))
+        else:
+            setattr(modules[path], name, buffer)  # which torch.export sees; not what is put into `_buffers`
+    for path, part in modules.items():  # by whose order it names them: one may have been taken away and put back
+        held = part._buffers
+        for name in [*(name for at, name in before if at == path and name in held)]:
+            held[name] = held.pop(name)
     for (path, name), was, buffer in written:
         modules[path]._buffers[name] = was
         was.copy_(buffer.detach())  # under no_grad torch would make a graph of its own of it

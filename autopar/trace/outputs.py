@@ -269,10 +269,11 @@ def _refuse_parameters(before: Mapping[str, nn.Parameter], model: nn.Module, rea
         for place, (_, after, _) in reads.written.items()
         if not isinstance(after, nn.Module) and any(id(leaf) in known for leaf in pytree.tree_leaves(after))
     ]
-    if found := [*(f"self.{name}" for name in now if name not in before), *kept]:
+    names = [f"self.{name}" for name in {**before, **now} if before.get(name) is not now.get(name)]
+    if found := [*names, *kept]:
         raise TraceError(
-            f"forward sets {found[0]} to a parameter, or to what holds one, which a program does not do at every call: "
-            "set it in __init__, or take the parameter from its module"
+            f"forward sets {found[0]} to a parameter, or to what holds one, or takes one away, which a program does "
+            "not do at every call: set it in __init__, or take the parameter from its module"
         )
 
 

@@ -30,6 +30,12 @@ class Centred(nn.Module):
             self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         if self.of == "swap":
             self.before, self.mean = self.mean, self.before
+        if self.of == "dict":
+            self._buffers["mean"] = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        if self.of == "again":
+            mean = self.mean
+            del self.mean
+            self.register_buffer("mean", 0.9 * mean + 0.1 * x.detach().mean(0))
         return x - self.mean
 
 
@@ -64,6 +70,11 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "of a part": lambda: net(Centred),
     "a queue of a part": lambda: nn.Sequential(nn.Linear(8, 8), Queue(), nn.Tanh()),
     "swapped": lambda: net(lambda: Centred("swap")),
+    "swapped by the model itself": lambda: Centred("swap"),
+    "put where they lie": lambda: net(lambda: Centred("dict")),
+    "put where they lie in the model itself": lambda: Centred("dict"),
+    "registered again": lambda: net(lambda: Centred("again")),
+    "registered again in the model itself": lambda: Centred("again"),
     "in a hook": lambda: net(lambda: Centred("hook"), at_a_hook),
     "in a hook in front": lambda: net(lambda: Centred("hook"), at_a_hook, before=True),
     "of a part of a part": lambda: nn.Sequential(net(Centred), nn.Tanh(), net(lambda: nn.Linear(2, 8))[1]),
@@ -83,8 +94,10 @@ def test_they_are_there_behind_each_call(one: DeviceMesh, kind: str) -> None:
         for given in (ours, theirs):
             given.square().mean().backward()
         same_gradients(plain, parallel)
-        for (name, buffer), (_, right) in zip(parallel.named_buffers(), plain.named_buffers(), strict=True):
-            near(buffer, right, 1e-6, f"step {step}: {name}")
+        theirs = dict(plain.named_buffers())
+        for name, buffer in parallel.named_buffers():
+            near(buffer, theirs.pop(name), 1e-6, f"step {step}: {name}")
+        assert not theirs
         assert parallel.state_dict().keys() == plain.state_dict().keys()
 
 
@@ -103,6 +116,28 @@ def test_of_another_kind_they_are_refused(one: DeviceMesh, after: Callable[[Any,
     parallel = autopar.compile(net(lambda: Centred("hook"), hook), one)
     with pytest.raises(TraceError, match=told):
         parallel(torch.randn(5, 8))
+
+
+def takes_away(module: Any, given: tuple[Tensor, ...], made: Tensor) -> None:
+    del module.before
+
+
+def sets_a_parameter(module: Any, given: tuple[Tensor, ...], made: Tensor) -> None:
+    module._parameters["weight"] = nn.Parameter(module.weight.detach() * 2)
+
+
+@pytest.mark.parametrize(
+    ("hook", "place", "told"),
+    [
+        (takes_away, 1, r"takes the buffer 1\.before away"),
+        (sets_a_parameter, 2, r"sets self\.2\.weight to a parameter"),
+    ],
+)
+def test_what_is_registered_stays(one: DeviceMesh, hook: Any, place: int, told: str) -> None:
+    model = net(Centred)
+    model[place].register_forward_hook(hook)
+    with pytest.raises(TraceError, match=told):
+        autopar.compile(model, one)(torch.randn(5, 8))
 
 
 @pytest.mark.parametrize("of", ["hook", "forward"])
