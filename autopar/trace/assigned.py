@@ -58,6 +58,8 @@ def _read(one: ast.stmt, ends: Set[type], left: Left) -> _Statement | None:
             return _Statement([one])
         case ast.Expr(ast.Constant()) | ast.Pass() | ast.Assert():
             return _Statement([one])
+        case ast.If(test, [*_, ast.Raise()], orelse):  # a check, as an assert is
+            return _Statement([test], blocks=[(orelse, set())])
         case ast.If(test, body, orelse):
             return _Statement([test], blocks=[(body, set()), (orelse, set())])
         case ast.For(target, over, body, orelse):
@@ -189,7 +191,8 @@ def _targets(one: ast.stmt) -> list[ast.expr]:
 
 
 def _parts(target: ast.expr) -> list[ast.expr]:
-    return target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+    inner = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
+    return [part for one in inner for part in _parts(one)] if inner else [target]
 
 
 def against(function: ast.FunctionDef, first: ast.stmt, stored: Set[str]) -> str | None:

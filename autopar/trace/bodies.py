@@ -16,15 +16,22 @@ from autopar.trace.assigned import BLOCKS, Left, Seen, against, left_behind, of_
 from autopar.trace.conditions import SEVERAL, asks_at, linked, rest_of, wanted_of
 from autopar.trace.effects import effect_in, own_of
 from autopar.trace.reading import holds
-from autopar.trace.statements import assignment, calls_of, is_name, is_root, may_end, nothing, statements_in
+from autopar.trace.statements import are_names, assignment, calls_of, is_name, is_root, may_end, nothing, statements_in
+from autopar.trace.values import is_own
 
 Kind = TypeVar("Kind", bound=ast.stmt)
 NOTHING = frozenset[str]()
 VALUE = ".value"  # a name that nobody has
 OF_A_FRAME = (ast.Continue, ast.Break, ast.Return, ast.Yield, ast.YieldFrom, ast.Await)
-ASKS_MORE = "its condition asks several things"
+ASKS_MORE = (
+    "its condition asks several things, one of which is known, draws, divides, assigns or goes over several (any(..)): "
+    "let an if of its own ask that"
+)
+RAISES = "its condition asks several things: ask them in one, `if torch.logical_and(a, b): raise`, or an if each"
+RETURNS = "it returns out of a loop, with or try: return behind that"
 LATER = "its condition assigns {!r} behind something that it asks, and what reads that stands outside of it"
 NO_IF = "no if asks it"
+NO_ROOT = "neither side is what one function gives: have it be a statement, in a line of its own (y = a if .. else b)"
 MORE = (
     "it appends to {!r}, with which the function does more than ask for len(), add it up by sum(), or put it together "
     "by torch.stack or cat, or which it does not make itself"
@@ -67,6 +74,11 @@ class Body:
     is_part: bool = False
 
     @property
+    def place(self) -> tuple[int, ...]:
+        """No other in its file has that: one within another may begin, or end, where that does."""
+        return *self.first, *self.last
+
+    @property
     def leaves(self) -> bool:
         """Whether it leaves more behind than what is written to tensors."""
         return bool(self.assigned or self.appended or self.entries)
@@ -83,8 +95,8 @@ def body_of(code: CodeType, at: int) -> Body | str:
     none. Of `len(rows)` what is asked is whether there are any.
     """
     function, opname, place = asks_at(code, at)
-    if function is None:
-        return NO_SOURCE
+    if function is None or is_own(code.co_filename):  # what is in the place of `max`
+        return NO_SOURCE if function is None else NO_IF
     for branch in _statements(function, ast.If):
         if holds(branch.test, place):
             return _of(branch, function, code, (opname, place))
@@ -141,6 +153,8 @@ def _of(branch: ast.If, function: ast.FunctionDef, code: CodeType, asks: tuple[s
             return _of_loop(loop, branch, ahead, function, asks)
         case [*ahead, ast.Return(value)] if (rest := _behind_all(branch, function)) is not None:
             return _rest(branch, ahead, value, rest, function, code, asks)
+        case [*_, ast.Raise() | ast.Return() as last]:
+            return RAISES if isinstance(last, ast.Raise) else RETURNS
         case _:
             inside, truth, ends = branch.body, True, set[type]()
     wanted = wanted_of(branch.test, asks, truth)
@@ -288,46 +302,46 @@ def _of_choice(
     """`a if mask.any() else b`, which a name may be assigned to; else that side is gone into whose value can be changed
     where it is computed.
     """
-    found = _of_name(choice, function, asks)
-    if isinstance(found, Body):
-        return found
+    if any(isinstance(part, ast.NamedExpr) for one in (choice.body, choice.orelse) for part in ast.walk(one)):
+        return "it assigns a name there"
+    if (named := _of_names(choice, function, asks)) is not None:
+        return named
     sides = (True, choice.body, choice.orelse), (False, choice.orelse, choice.body)
     for truth, side, another in sides:
         if not is_root(side) or (wanted := wanted_of(choice.test, asks, truth)) is None:
             continue
-        if any(isinstance(part, ast.NamedExpr) for one in (side, another) for part in ast.walk(one)):
-            return "it assigns a name there"
         body = _body([assignment(VALUE, side)], [assignment(VALUE, another)], function, wanted, ends=set[type]())
         if isinstance(body, str):
             return body
         gives, until = calls_of(code, side), choice.end_lineno or 0
         body = replace(body, assigned=NOTHING, of_other=frozenset((VALUE,)), gives=gives, until=until)
         return _asked_in(body, choice.test, choice.lineno, asks, truth, function)
-    return found if not any(is_root(side) for _, side, _ in sides) else ASKS_MORE
+    return ASKS_MORE if any(is_root(side) for _, side, _ in sides) else NO_ROOT
 
 
-def _of_name(choice: ast.IfExp, function: ast.FunctionDef, asks: tuple[str, tuple[int, int]]) -> Body | str:
-    """`x = a if mask.any() else b`: the name can be another one behind that, as behind an `if`."""
-    for one in ast.walk(function):
-        match one:
-            case ast.Assign([ast.Name(name)], value) if value is choice:
-                ends = one.end_lineno, one.end_col_offset or 0
-                places = ((part.lineno, part.col_offset) for part in statements_in(function))
-                if any(place > ends and place[0] == ends[0] for place in places):
-                    return "another statement stands behind it in its line"
-                wanted = wanted_of(choice.test, asks, True)
-                if wanted is None:
-                    return ASKS_MORE
-                inside, other = ([assignment(name, side)] for side in (choice.body, choice.orelse))
-                body = _body(inside, other, function, wanted, ends=set[type]())
-                if isinstance(body, str):
-                    return body
-                assigned, of_other = body.assigned | {name}, body.of_other | {name}
-                body = replace(body, assigned=assigned, of_other=of_other, until=one.end_lineno or 0)
-                return _asked_in(body, choice.test, one.lineno, asks, True, function)
-            case _:
-                pass
-    return "neither of the two is computed there"
+def _of_names(choice: ast.IfExp, function: ast.FunctionDef, asks: tuple[str, tuple[int, int]]) -> Body | str | None:
+    """`x = a if mask.any() else b`: the names can be others behind that, as behind an `if`. None: it is no such
+    statement, its names are another function's, too, or another one stands in its line, where they would be read.
+    """
+    assigns = (one for one in statements_in(function) if isinstance(one, ast.Assign | ast.AnnAssign))
+    whole = next((one for one in assigns if one.value is choice), None)
+    targets = whole.targets if isinstance(whole, ast.Assign) else [] if whole is None else [whole.target]
+    outer = {name for one in ast.walk(function) if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+    if whole is None or not all(map(are_names, targets)) or outer & {name.id for name in stored_in([whole])}:
+        return None
+    line, *column = whole.end_lineno, whole.end_col_offset or 0
+    if any(one.lineno == line and [one.col_offset] > column for one in statements_in(function)):
+        return None
+    wanted = wanted_of(choice.test, asks, True)
+    if wanted is None:
+        return ASKS_MORE
+    inside, other = ([ast.copy_location(ast.Assign(targets, side), side)] for side in (choice.body, choice.orelse))
+    body = _body(inside, other, function, wanted, ends=set[type]())
+    if isinstance(body, str):
+        return body
+    names = frozenset(name.id for name in stored_in(inside))
+    body = replace(body, assigned=names, of_other=names, until=line or 0)
+    return _asked_in(body, choice.test, whole.lineno, asks, True, function)
 
 
 def _body(

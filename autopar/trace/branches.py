@@ -39,7 +39,7 @@ Picked = Any  # of `autopar.trace.masked`, which calls what is here
 
 GIVES = (
     "what forward goes on with {} is chosen behind it, and nobody can see where that is computed: have it be what a "
-    "function of torch gives, give it a name, or choose by torch.where"
+    "function of torch gives, give it a name (y = a if .. else b) and go on with that, or choose by torch.where"
 )
 LOOP = "a loop over them (of which nothing may stay but writes to rows: {})"
 MOST_TURNS = 128
@@ -53,14 +53,14 @@ NO_TENSOR = "{!r}, which it assigns, may be read outside of it, and is no tensor
 
 class Branches:
     """Those of one forward. `mode`: what sees all functions of torch that it calls; `calls`: what in our code calls
-    others for one of these; `number`: the type of numbers of each call (`autopar.trace.numbers.Number`).
+    others for one of these; `number`, `rows`: as of `Choices`.
     """
 
-    def __init__(self, checks: Any, mode: Any, calls: Sequence[Callable[..., Any]], number: Any) -> None:
+    def __init__(self, checks: Any, mode: Any, calls: Sequence[Callable[..., Any]], number: Any, rows: Any) -> None:
         self.tensors = Converted(checks.notes, mode, checks.count)
-        self._checks, self.choices = checks, Choices(self.tensors, checks, number)
+        self._checks, self.choices = checks, Choices(self.tensors, checks, number, rows)
         self._mode, self._calls = mode, frozenset(one.__code__ for one in calls)  # type: ignore[attr-defined]
-        self._begun: dict[tuple[int, tuple[int, int]], Branch] = {}  # by frame and place
+        self._begun: dict[tuple[int, tuple[int, ...]], Branch] = {}  # by frame and place
         self._watched: dict[int, tuple[FrameType, Any]] = {}  # by id, and what traced their lines before
         self._looks_on = self._collects = False
         self._traced: Any = None  # what `sys.gettrace` gave before it did
@@ -104,7 +104,7 @@ class Branches:
             if (told := self._begin(asked, frame, body, None)) is not None:
                 raise refused(LOOP.format(told))
             yield turn
-        self._begun.pop((id(frame), body.first), None)
+        self._begun.pop((id(frame), body.place), None)
 
     def place(self, number: Any) -> Tensor:
         """A tensor for one of these."""
@@ -115,14 +115,14 @@ class Branches:
     def _begin(
         self, asked: Tensor, frame: FrameType, body: Body, rows: int | None, *, is_seen: bool = False
     ) -> str | None:
-        of_loop = (at for at, (line, column) in self._begun if line == body.line and column < 0)
+        of_loop = (at for at, (line, column, *_) in self._begun if line == body.line and column < 0)
         turns = sum(at == id(frame) for at in of_loop) if body.breaks else 0
         if turns > MOST_TURNS:
             return f"the loop that it ends has more than {MOST_TURNS} turns"
-        key = id(frame), (body.line, -1 - turns) if body.breaks else body.first  # of a loop one for each turn
+        key = id(frame), (body.line, -1 - turns) if body.breaks else body.place  # of a loop one for each turn
         earlier = self._begun.pop(key, None)  # of the same condition
         if body.other and (earlier is not None or not body.is_last):
-            return f"{ASKS_MORE}, and something else is done where it is not taken"
+            return ASKS_MORE
         held = frame.f_locals
         before = {name: held.get(name, MISSING) for name in body.assigned}
         for name, value in before.items():
@@ -283,9 +283,9 @@ class Branches:
         """The code of a frame asks again, where it may have asked before."""
         if not self._begun or not isinstance(body := body_of(frame.f_code, frame.f_lasti), Body) or body.breaks:
             return
-        one = self._begun.get((id(frame), body.first))
+        one = self._begun.get((id(frame), body.place))
         if one is not None and not (body.is_joint and one.asked_at < frame.f_lasti):
-            del self._begun[id(frame), body.first]
+            del self._begun[id(frame), body.place]
             if body.leaves or body.gives:  # in a loop that stands on one line with it
                 self._raise(TraceError(GIVES.format(one.where)))
 
@@ -294,7 +294,7 @@ class Branches:
         if not self._begun:
             return []
         running = {*map(id, frames(sys._getframe(1)))}
-        kept = dict[tuple[int, tuple[int, int]], Branch]()
+        kept = dict[tuple[int, tuple[int, ...]], Branch]()
         here = list[Branch]()
         for key, one in self._begun.items():
             is_there = one.frame is None or id(one.frame) in running
@@ -319,9 +319,9 @@ class Branches:
         """`Converted.called`, here."""
         return self.tensors.called(func, args, kwargs, self.here())
 
-    def of_rows(self, name: str, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[tuple[Any, Any]]:
+    def of_rows(self, func: Any, name: str, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[Any]:
         """`Converted.of_rows`, here."""
-        return self.tensors.of_rows(name, args, kwargs, self.here())
+        return self.tensors.of_rows(func, name, args, kwargs, self.here())
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, *, of_rows: bool) -> None:
         """`Converted.made`, here."""

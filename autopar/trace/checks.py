@@ -30,8 +30,8 @@ from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins, writes_in_place
 from autopar.trace.values import is_installed
 
-DECIDES = ("__bool__", "is_nonzero")
-ASKS = frozenset((*DECIDES, "item", "_assert"))
+DECIDES, ASSERTS = ("__bool__", "is_nonzero"), ("_assert", "_assert_async")
+ASKS = frozenset((*DECIDES, "item", *ASSERTS))
 OTHERWISE = (
     "what forward asks{} has not the answer in this call with which the plan goes on: call the model without autopar "
     "with this batch to see what is wrong with it"
@@ -86,11 +86,17 @@ class Checks:
     literals: Any  # values that a trace knows (`autopar.trace.literals.Literals`)
 
     def __init__(
-        self, notes: list[str], arguments: Arguments, mode: Any, calls: Sequence[Callable[..., Any]], number: Any
+        self,
+        notes: list[str],
+        arguments: Arguments,
+        mode: Any,
+        calls: Sequence[Callable[..., Any]],
+        number: Any,
+        rows: Any,
     ) -> None:
         self.notes = notes  # of the plan
         self.number: Callable[[Tensor], Any] = lambda tensor: number(tensor, self)  # `autopar.trace.numbers.Number`
-        self.branches = Branches(self, mode, calls, number)
+        self.branches = Branches(self, mode, calls, number, rows)
         self.arguments = arguments
         self.draws: Any = None  # what it draws outside of torch (`autopar.trace.drawn.Draws`)
         self.instead = ""  # why what was asked last leads into no branch that only writes
@@ -162,7 +168,7 @@ class Checks:
     def asked(self, asked: Tensor, name: str, frame: FrameType, *, is_seen: bool = False) -> bool | None:
         """As `answer`, where code of that frame asks by the method `name`; `is_seen`: in the mode that sees it."""
         self.branches.leave(frame)
-        wanted = True if name == "_assert" else _wanted(frame, name)
+        wanted = True if name in ASSERTS else _wanted(frame, name)
         if wanted is None and name != "item" and id(asked) in self._expected:
             wanted = self._expected[id(asked)][1]
         if wanted is None and name in DECIDES and (answer := self.of_arguments(asked)) is not None:

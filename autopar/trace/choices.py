@@ -27,10 +27,12 @@ ORDER = "forward puts {} into a dict {} in another order than where that is not 
 
 
 class Choices:
-    """Those of one forward. `number`: the type of numbers of each call (`autopar.trace.numbers.Number`)."""
+    """Those of one forward. `number`: the type of numbers of each call (`autopar.trace.numbers.Number`); `rows`: that
+    of rows (`autopar.trace.masked.Picked`).
+    """
 
-    def __init__(self, tensors: Converted, checks: Any, number: Any) -> None:
-        self._tensors, self._checks, self._number = tensors, checks, number
+    def __init__(self, tensors: Converted, checks: Any, number: Any, rows: Any) -> None:
+        self._tensors, self._checks, self._number, self._rows = tensors, checks, number, rows
 
     def behind(self, branch: Branch, held: Mapping[str, Any] | None) -> dict[str, Any]:
         """Names behind a branch, of which it has left those that are `held`; None: nobody reads them. Sets entries."""
@@ -70,7 +72,7 @@ class Choices:
         zero = type(one.like)(0) if isinstance(one, self._number) else type(one)(0) if self.may_be(one) else None
         if (made := self._number_of(one, zero, truth)) is not None:
             return made
-        raise TraceError(f"forward adds up a list{line_here()} in which it has put {_told(one)} in a branch")
+        raise TraceError(f"forward adds up a list{line_here()} in which it has put {self._told(one)} in a branch")
 
     def of_two(self, name: str, branch: Branch, new: Any, old: Any) -> Any:
         """What is `new` where a branch is taken, else `old`. Raises TraceError, which names it, where it cannot be."""
@@ -86,6 +88,8 @@ class Choices:
             case Tensor(), Tensor() if (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device):
                 self._tensors.check(new, [branch])
                 return self._tensors.one_of(new, old, branch.truth)
+            case self._rows(), self._rows() if (new.key, new.row, new.dtype) == (old.key, old.row, old.dtype):
+                return new.like(self.of_two(name, branch, new.dense, old.dense.reshape_as(new.dense)))
             case tuple(), tuple() if type(new) is type(old) and len(new) == len(old):
                 pairs = zip(new, old, strict=True)
                 return with_parts(new, [self.of_two(name, branch, *pair) for pair in pairs])
@@ -93,8 +97,8 @@ class Choices:
                 return number
             case _:
                 what = "what it goes on with" if name == VALUE else repr(name)
-                other = "another one" if _told(new) == _told(old) else _told(old)
-                raise TraceError(ASSIGNS.format(what, branch.where, f"it is {_told(new)}, and else {other}"))
+                other = "another one" if self._told(new) == self._told(old) else self._told(old)
+                raise TraceError(ASSIGNS.format(what, branch.where, f"it is {self._told(new)}, and else {other}"))
 
     def _number_of(self, new: Any, old: Any, truth: Tensor) -> Any:
         are_both = all(self.may_be(one) and not isinstance(one, Tensor) for one in (new, old))
@@ -102,20 +106,23 @@ class Choices:
 
     def may_be_ahead(self, value: Any) -> bool:
         """Whether a name may be that ahead of a branch that assigns it."""
-        return all(map(self.may_be_ahead, value)) if isinstance(value, tuple) else self.may_be(value)
+        if isinstance(value, tuple):
+            return all(map(self.may_be_ahead, value))
+        return isinstance(value, self._rows) or self.may_be(value)
 
     def may_be(self, value: Any) -> bool:
         """Whether it is a tensor or a number."""
         return isinstance(value, (Tensor, int, float, self._number))
 
-
-def _told(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
-    return (
-        "not assigned"
-        if value is MISSING
-        else f"{value!r}"
-        if isinstance(value, (int, float))
-        else f"a {type(value).__name__}"
-    )
+    def _told(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"a tensor of shape {list(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
+        if isinstance(value, self._rows):
+            return "rows that a mask picks"
+        return (
+            "not assigned"
+            if value is MISSING
+            else f"{value!r}"
+            if isinstance(value, (int, float))
+            else f"a {type(value).__name__}"
+        )

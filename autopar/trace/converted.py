@@ -318,13 +318,18 @@ class Converted:
         return made
 
     @contextlib.contextmanager
-    def of_rows(self, name: str, args: Any, kwargs: Any, here: Sequence[Branch]) -> Iterator[tuple[Any, Any]]:
+    def of_rows(
+        self, func: Any, name: str, args: Any, kwargs: Any, here: Sequence[Branch]
+    ) -> Iterator[tuple[Any, Any]]:
         """Around a function of rows that a mask picks, with what it is called with: what is computed of rows is good
         for any, if whole tensors that stand beside them are.
         """
 
+        running = {*map(id, _statistics(func, args, kwargs))}  # which are written to, and not read
+
         def gate(one: Any) -> Any:
             is_other = isinstance(one, Tensor) and one.is_floating_point() and not self._is_free(one)
+            is_other = is_other and id(one) not in running
             return self._where_taken(one, here[-1], 1) if is_other else one
 
         if here and name not in READS and not self._is_own:

@@ -143,7 +143,7 @@ class _Watch(TorchFunctionMode):
         self.counting, self.beside, self.outside = reads.counting, reads.counting.beside, reads.outside
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
         self.sparse: dict[int, tuple[str, torch.layout]] = {}  # by id
-        self.checks = Checks(notes, reads.asked.arguments, self, (_Watch.__torch_function__, apply), Number)
+        self.checks = Checks(notes, reads.asked.arguments, self, (_Watch.__torch_function__, apply), Number, Picked)
         self.literals = self.checks.literals = Literals(self.beside)
         self.origins = self.checks.origins = Origins(self.checks, reads.asked)
         self.packing, self.reads_at, self.arrays = Packing(self.origins), ReadsAt(), Arrays()

@@ -236,7 +236,13 @@ def _lower_call(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any]) -> Nod
             "has no such checks: check them before the call, and leave it out of forward"
         )
     value = fx_node.meta["val"]
-    outputs = tuple(_type(v) for v in value) if isinstance(value, (tuple, list)) else (_type(value),)
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    if any(isinstance(one, (tuple, list)) for one in values):
+        raise TraceError(
+            f"{fx_node.target} at {_source_line(fx_node)} gives a list of tensors beside others, and those of a plan "
+            "give one list of all: register one that gives those in one list (-> list[Tensor])"
+        )
+    outputs = tuple(map(_type, values))
     if str(fx_node.target) in STATES:
         outputs = _of_attention(str(fx_node.target), outputs)
     kwargs = tuple((key, _arg(arg, ref_of)) for key, arg in sorted(fx_node.kwargs.items()) if key not in DROPPED_KWARGS)

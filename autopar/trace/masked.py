@@ -285,7 +285,7 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     every = _all_picked((args, kwargs))
     checks = every[0].origins.checks
     branches, plain, rows = checks.branches, in_place(func, kwargs), args[0] if args else None
-    with checks, branches.of_rows(name, args, kwargs) as (args, kwargs):
+    with checks, branches.of_rows(func, name, args, kwargs) as (args, kwargs):
         if plain is None:
             return branches.given(_applied(func, name, every, args, kwargs))
         if not isinstance(rows, Picked):
@@ -312,7 +312,8 @@ def _applied(func: Any, name: str, every: list[Picked], args: Sequence[Any], kwa
         reduction = given.pop("reduction")
         _no_other_rows(first, (), given)
         return loss(func, first, _dense(given), reduction)
-    if name in ELEMENTWISE or name in LIKES:
+    is_elementwise = name in ("min", "max") and len(args) > 1 and isinstance(args[1], Picked)
+    if is_elementwise or name in ELEMENTWISE or name in LIKES:
         _no_other_rows(first, args, kwargs)
         return first.like(func(*_dense(args), **_dense(kwargs)))
     if not isinstance(args[0], Picked):

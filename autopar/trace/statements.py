@@ -36,6 +36,11 @@ def is_name(one: ast.expr) -> bool:
     return isinstance(one, ast.Name)
 
 
+def are_names(target: ast.expr) -> bool:
+    """Whether it is a name, or a tuple of such."""
+    return all(map(are_names, target.elts)) if isinstance(target, ast.Tuple | ast.List) else is_name(target)
+
+
 def assignment(name: str, value: ast.expr) -> ast.stmt:
     """A statement that stands where the value does."""
     target = ast.copy_location(ast.Name(name, ast.Store()), value)

@@ -331,6 +331,11 @@ def is_torchs(file: str) -> bool:
     return file.startswith((_TORCH, _OURS, "<")) or (file.startswith(_STANDARD) and not _is_in_site(file))
 
 
+def is_own(file: str) -> bool:
+    """Whether a source file is ours."""
+    return file.startswith(_OURS)
+
+
 @functools.cache
 def is_installed(file: str) -> bool:
     """Whether a source file came with a package that pip has installed, whose tables nobody changes: among the others,

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from autopar.trace.lines import line_here
 from autopar.trace.places import refused
 from autopar.trace.reshaped import rooted
 
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
+NONE = "a mask picks no row in this call, and forward asks for the {} of all that these hold{}: there is none"
 
 
 def whole(name: str, first: Picked, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -23,6 +25,8 @@ def whole(name: str, first: Picked, args: Sequence[Any], kwargs: dict[str, Any])
         name = "any" if "max" in name else "all"
     kind = torch.uint8 if value.dtype == torch.bool else value.dtype
     bounds = torch.finfo(kind) if value.is_floating_point() else torch.iinfo(kind)
+    if name in ("max", "amax", "min", "amin"):
+        first.origins.checks.add(NONE.format(name, line_here()), first.count == 0)
     match name:
         case "sum":
             return first.kept().sum(dtype=dtype)

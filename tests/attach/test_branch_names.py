@@ -54,14 +54,6 @@ def not_there_ahead(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> 
     return x
 
 
-def rows_behind(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    mask = chosen == 0
-    rows = x[mask]
-    if mask.any():
-        rows = layer.experts[0](rows)
-    return x + rows.sum()
-
-
 def list_of_an_else(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
     if (chosen == 0).any():  # noqa: SIM108
         parts = [x]
@@ -155,6 +147,18 @@ def one_of_them_nothing(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor)
     return x if made is None else made
 
 
+def asks_which_was_chosen(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    made = x * 2
+    y = made if (chosen == 0).any() else x * 3
+    return y * 2 if y is made else y
+
+
+def assigns_in_a_side(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    z = x
+    y = torch.tanh(z := x * 2) if (chosen == 0).any() else x
+    return y + z
+
+
 def returns_what_it_names(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
     return x * 2 if (chosen == 0).any() else (y := x * 3) + y
 
@@ -173,18 +177,19 @@ NOT = {
     of_two_types: "forward assigns 'number' in a branch .*, where it is 0.5, and else 1: ",
     of_another_shape: r"assigns 'h' .* it is a tensor of shape \[6\] and float64, and else a tensor of shape \[12, 6\]",
     not_there_ahead: f"'h', {OUTSIDE}",
-    rows_behind: f"'rows', {OUTSIDE}",
     list_of_an_else: "forward assigns 'parts' in .* where it is a list, and else another one",
     asks_which: "the function asks which object 'y' is, which it assigns",
     what_fails_is_caught: "it stands in a try, and what fails there may be caught",
     asks_by_text: "which way forward goes depends on values at .*count",
-    chooses_names: "neither of the two is computed there",
+    chooses_names: "neither side is what one function gives",
     returns_what_another_makes: "what forward goes on with in a branch .* is chosen behind it, and nobody can see",
     goes_on_with_what_another_makes: "what forward goes on with in a branch .* is chosen behind it, and nobody can see",
     assigned_by_what_is_known: "forward assigns 'h' in .* a tensor of shape .*, and else not assigned",
     returns_by_what_is_known: "what forward goes on with in a branch .* is chosen behind it, and nobody can see",
     one_of_them_nothing: "forward assigns 'made' in .* a tensor of shape .*, and else a NoneType",
+    asks_which_was_chosen: "the function asks which object 'y' is, which it assigns",
     returns_what_it_names: "as it assigns a name there",
+    assigns_in_a_side: "as it assigns a name there",
     else_that_returns: "it has an else that ends something",
     inverse_of_nothing: "forward calls linalg_inv_ex at .*need not be what that takes",
     given_as_out: r"forward writes to a tensor at .*not by a method of it \(out=",

@@ -168,6 +168,19 @@ class Ahead(Norms):
         return self.norm(h * x).square().mean() + h.exp().mean()
 
 
+class RowsToo(Norms):
+    """A norm, in branches of all rows and then of some."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        mask = h.mean(1) > 0.1
+        if mask.sum() > 2:
+            h = h + self.norm(h)
+            h = h + self.norm(h[mask]).max()
+        more = self.norm(h * 2).mean(0) if h.sum() < 3 else self.norm(h[h[:, 0] > 0]).mean(0)
+        return (h + more).square().mean()
+
+
 class Together(Norms):
     """A norm, in a branch by arguments, of rows that it picks with others."""
 
@@ -183,6 +196,13 @@ def test_a_norm_that_is_called_ahead_of_a_branch_too_is_as_on_one_process(one: D
     plain = Ahead(normalises)
     same_calls(plain, autopar.compile(copy.deepcopy(plain), one), 6, batch)
     assert 12 < plain.norm.num_batches_tracked < 24
+
+
+def test_a_norm_of_all_rows_and_of_some_is_as_on_one_process(one: DeviceMesh) -> None:
+    torch.manual_seed(1)
+    plain = RowsToo(normalises)
+    same_calls(plain, autopar.compile(copy.deepcopy(plain), one), 6, lambda number: torch.randn(8, 4).double() * 2)
+    assert 6 < plain.norm.num_batches_tracked < 18
 
 
 def test_norms_of_rows_put_together_are_left_alone_where_there_are_none(one: DeviceMesh) -> None:

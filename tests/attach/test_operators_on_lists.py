@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
+from autopar import TraceError
 from tests.processes.compare import same_calls
 
 exp_of_each, norm_of_each, mix_each = (
@@ -29,6 +30,19 @@ def _(values: Sequence[Tensor]) -> list[Tensor]:
 
 
 halves.register_autograd(lambda ctx, gradients: [one / 2 for one in gradients])
+
+
+@torch.library.custom_op("autopar_tests::with_halves", mutates_args=())
+def with_halves(values: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    return values[0].clone(), [value / 2 for value in values]
+
+
+@with_halves.register_fake
+def _(values: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    return torch.empty_like(values[0]), [torch.empty_like(value) for value in values]
+
+
+with_halves.register_autograd(lambda ctx, gradient, gradients: [gradient + one / 2 for one in gradients])
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "one": lambda h: exp_of_each([h])[0].mean(),
@@ -59,3 +73,9 @@ def test_they_are_as_on_one_process(name: str, one: DeviceMesh) -> None:
     torch.manual_seed(1)
     plain = Model(FORMS[name])
     same_calls(plain, autopar.compile(copy.deepcopy(plain), one), 3, lambda number: torch.randn(6, 4).double())
+
+
+def test_a_list_beside_a_tensor_is_refused(one: DeviceMesh) -> None:
+    model = Model(lambda h: with_halves([h.exp()])[1][0].mean()).double()
+    with pytest.raises(TraceError, match=r"with_halves.* gives a list of tensors beside others.*register one"):
+        autopar.compile(model, one)(torch.randn(6, 4).double())

@@ -136,17 +136,31 @@ def named_in_a_loop(model: Chooses, h: Tensor) -> Tensor:
     return h
 
 
-def named_twice(model: Chooses, h: Tensor) -> Tensor:
-    z = h
-    y = (z := model.block(h)) + z if h.mean() > 0 else h
-    return y + z
+def named_by_another(model: Chooses, h: Tensor) -> Tensor:
+    y = h
+
+    def more() -> None:
+        nonlocal y
+        y = model.block(y) if y.mean() > 0 else y * 2
+
+    more(), more()
+    return y
+
+
+def named_together(model: Chooses, h: Tensor) -> Tensor:
+    a, (b, c) = (model.block(h), (model.norm(h), h)) if h.mean() > 0 else (h, (h * 2, model.norm(h)))
+    y: Tensor = model.block(b) if h.max() < 5 else a
+    low, high = h.sort().values.aminmax(dim=0) if h.mean() > 0 else (h[0], h[1])
+    one = other = model.another(y + c) if h.mean() < 0 else y
+    return one + other + (high - low).sum()
 
 
 FORMS = {
     one.__name__: one
     for one in (
         container, container_else, two_containers, norms, in_a_list, own_module, own_method, early, early_own,
-        of_torchs_functions, known_at_last, log_prob, named, named_and_added_up, named_in_a_loop, named_twice,
+        of_torchs_functions, known_at_last, log_prob, named, named_and_added_up, named_in_a_loop, named_together,
+        named_by_another,
     )
 }  # fmt: skip
 FIRST = (
