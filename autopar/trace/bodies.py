@@ -325,7 +325,9 @@ def _of_names(choice: ast.IfExp, function: ast.FunctionDef, asks: tuple[str, tup
     """
     assigns = (one for one in statements_in(function) if isinstance(one, ast.Assign | ast.AnnAssign))
     whole = next((one for one in assigns if one.value is choice), None)
-    targets = whole.targets if isinstance(whole, ast.Assign) else [] if whole is None else [whole.target]
+    targets: list[ast.expr] = (
+        whole.targets if isinstance(whole, ast.Assign) else [] if whole is None else [whole.target]
+    )
     outer = {name for one in ast.walk(function) if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
     if whole is None or not all(map(are_names, targets)) or outer & {name.id for name in stored_in([whole])}:
         return None

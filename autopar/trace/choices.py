@@ -97,7 +97,8 @@ class Choices:
                 return number
             case _:
                 what = "what it goes on with" if name == VALUE else repr(name)
-                other = "another one" if self._told(new) == self._told(old) else self._told(old)
+                another = "others" if isinstance(old, self._rows) else "another one"
+                other = another if self._told(new) == self._told(old) else self._told(old)
                 raise TraceError(ASSIGNS.format(what, branch.where, f"it is {self._told(new)}, and else {other}"))
 
     def _number_of(self, new: Any, old: Any, truth: Tensor) -> Any:

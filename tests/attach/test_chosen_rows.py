@@ -101,7 +101,7 @@ def of_another_width(h: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("form", [other_rows, of_another_width])
 def test_others_are_refused(form: Callable[[Tensor], Tensor], one: DeviceMesh) -> None:
-    with pytest.raises(TraceError, match=r"assigns 'rows' .* it is rows that a mask picks, and else another one"):
+    with pytest.raises(TraceError, match=r"assigns 'rows' .* it is rows that a mask picks, and else others"):
         autopar.compile(Formed(form, 6), one)(torch.randn(5, 6).double())
 
 
