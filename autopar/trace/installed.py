@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import TraceError
+from autopar.trace.lines import line_here
 from autopar.trace.modules import HOOKS
 from autopar.trace.reads import Reads
 from autopar.trace.standing_in import StandIns
@@ -225,6 +226,11 @@ def unsaved_as_attributes(reads: Reads) -> Iterator[None]:
     registering, standing = nn.Module.register_buffer, StandIns(("register_buffer",))
 
     def register_buffer(self: Any, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        if reads.is_open and name in self._buffers and persistent == (name in self._non_persistent_buffers_set):
+            raise TraceError(
+                f"forward registers the buffer {name} of a {type(self).__name__} again{line_here()}, with persistent="
+                f"{persistent}, as it was not before: write to it (self.{name}.copy_), or register it so in __init__"
+            )
         is_new = not persistent and not hasattr(self, name)
         if reads.is_open and (is_new or name in vars(self)):
             setattr(self, name, tensor)

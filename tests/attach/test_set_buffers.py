@@ -122,6 +122,10 @@ def takes_away(module: Any, given: tuple[Tensor, ...], made: Tensor) -> None:
     del module.before
 
 
+def saves_it_no_more(module: Any, given: tuple[Tensor, ...], made: Tensor) -> None:
+    module.register_buffer("mean", module.mean * 2, persistent=False)
+
+
 def sets_a_parameter(module: Any, given: tuple[Tensor, ...], made: Tensor) -> None:
     module._parameters["weight"] = nn.Parameter(module.weight.detach() * 2)
 
@@ -130,6 +134,11 @@ def sets_a_parameter(module: Any, given: tuple[Tensor, ...], made: Tensor) -> No
     ("hook", "place", "told"),
     [
         (takes_away, 1, r"takes the buffer 1\.before away"),
+        (
+            saves_it_no_more,
+            1,
+            r"registers the buffer mean of a Centred again at .*persistent=False, as it was not before",
+        ),
         (sets_a_parameter, 2, r"sets self\.2\.weight to a parameter"),
     ],
 )
